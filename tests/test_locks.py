@@ -13,7 +13,7 @@ import pytest
 
 from vitrail import locks
 from vitrail.errors import LockedError
-from vitrail.locks import check_lock, hold_lock, wait_for_lock
+from vitrail.locks import check_lock, hold_inheritable_lock, hold_lock, wait_for_lock
 
 HOLD = """
 import sys, time
@@ -125,3 +125,23 @@ def test_one_may_wait_for_a_lock(tmp_path: Path, kind: str) -> None:
         with wait_for_lock(path, "the folder"):
             assert process.wait(timeout=10) == -signal.SIGKILL
             assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_child_that_got_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with hold_inheritable_lock(path, "the folder") as descriptors:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        child = subprocess.Popen(command, pass_fds=descriptors)
+    with child:
+        with pytest.raises(LockedError, match="the folder is in use by another process"):
+            hold_inheritable_lock(path, "the folder").__enter__()
+        child.kill()
+    with hold_inheritable_lock(path, "the folder"):
+        pass
+
+
+def test_where_no_child_can_keep_a_lock_it_is_an_ordinary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "fcntl", None)
+    with hold_inheritable_lock(tmp_path / "lock", "the folder") as descriptors:
+        assert descriptors == ()
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()

@@ -15,6 +15,9 @@ from typing import IO
 from vitrail.errors import DataError, UsageError
 
 _MAX_COMPARED_NAMES = 1000
+_OPEN_FLAGS = sum(
+    getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "O_BINARY")
+)  # without O_NONBLOCK, opening a pipe would block; systems differ in which of them they have
 
 
 @contextlib.contextmanager
@@ -44,7 +47,7 @@ def open_regular_file(path: Path, *, name: str | None = None) -> Iterator[IO[byt
 
     The error uses `name`, or the path where it is None.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)  # opening a pipe would block
+    descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DataError(f"{name or path} is a folder, pipe, socket or device: pass a regular file")
@@ -125,7 +128,9 @@ def _rename_into_place(fresh: Path, path: Path, backup: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Wait until a file's bytes, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # Windows opens no folder; NTFS logs its entries
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes what can be written
     try:
         os.fsync(descriptor)
     finally:

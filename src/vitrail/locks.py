@@ -1,8 +1,8 @@
 """Lock files that one process holds at a time and that name their holder.
 
-Where the system has record locks (fcntl), they hold the file: the lock ends with its process, however that ends, and
-forked processes do not inherit it. Elsewhere the process named in the file holds the lock while it runs. In both cases
-a stale lock file is taken over.
+Where the system locks files (record locks of POSIX, byte ranges of Windows), that holds the file: the lock ends with
+its process, however that ends, and forked processes do not inherit it. On file systems without locks the process named
+in the file holds it while it runs. In all cases a stale lock file is taken over.
 """
 
 import contextlib
@@ -22,10 +22,16 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt as _msvcrt
+except ImportError:  # all other systems
+    _msvcrt = None  # type: ignore[assignment]
 
 from vitrail.errors import LockedError
 
 _RETRY_SECONDS = 0.1
+msvcrt: Any = _msvcrt
+_LOCKED_BYTE = 2**30  # on Windows, where no other process could read a locked byte of the text
 _held_locks: dict[str, int] = {}
 """This process's locks by path, and the thread that took each: record locks do not distinguish threads."""
 if hasattr(os, "register_at_fork"):
@@ -48,9 +54,31 @@ def hold_lock(path: Path, resource: str) -> Iterator[None]:
         yield
     finally:
         del _held_locks[key]
+        if msvcrt is not None:
+            os.close(descriptor)  # Windows removes no open file, and then none that another process has locked since
         with contextlib.suppress(OSError):  # the folder may be gone
             path.unlink(missing_ok=True)
-        os.close(descriptor)
+        if msvcrt is None:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def hold_inheritable_lock(path: Path, resource: str) -> Iterator[tuple[int, ...]]:
+    """Hold the lock file for the duration of the block, or raise a `LockedError`; yield its file descriptors.
+
+    The lock remains while a child process lives to which they were passed. Windows has no such locks, so there is no
+    descriptor there, and the lock ends with this process.
+    """
+    if fcntl is None:
+        with hold_lock(path, resource):
+            yield ()
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(f"{resource} is in use by another process; wait for it, or end it") from None
+        yield (file.fileno(),)
 
 
 @contextlib.contextmanager
@@ -98,7 +126,7 @@ def _acquire_lock(path: Path, resource: str, *, create: bool = True) -> int:
                 continue
             if create:
                 _write_holder(descriptor)
-            if create and fcntl is None and _read_holder(descriptor).get("pid") != os.getpid():
+            if create and fcntl is None and msvcrt is None and _read_holder(descriptor).get("pid") != os.getpid():
                 raise _make_error(resource, _read_holder(descriptor), path)  # another process was faster
         except BaseException:
             os.close(descriptor)
@@ -114,8 +142,9 @@ def _get_lock_key(path: Path) -> str:
 def _write_holder(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # on a full disk the lock holds without naming its holder
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
-    if fcntl is None:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, json.dumps(_describe_process()).encode())
+    if fcntl is None and msvcrt is None:
         time.sleep(_RETRY_SECONDS)  # concurrent takers have written by now; the last one holds the lock
 
 
@@ -131,6 +160,13 @@ def _try_lock(descriptor: int, holder: dict[str, Any]) -> bool:
                 raise
         else:
             return True
+    if msvcrt is not None:
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
     return not _is_running(holder)
 
 
@@ -153,7 +189,8 @@ def _is_running(holder: dict[str, Any]) -> bool:
 def _read_holder(descriptor: int) -> dict[str, Any]:
     """The process recorded in the lock file; empty if the file is empty or damaged."""
     try:
-        holder = json.loads(os.pread(descriptor, 2**16, 0))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        holder = json.loads(os.read(descriptor, 2**16))
     except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}

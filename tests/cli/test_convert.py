@@ -88,6 +88,40 @@ def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path
     assert list_int8_weights(path)
 
 
+def test_float16_is_measured_and_refused_where_it_changes_predictions(tmp_path: Path, capsys: Capture) -> None:
+    """Rounding changes the probabilities of the first model a little; hidden values of the second exceed 65,504."""
+    onnx = runtime("onnx")
+    data, path = write_image_folder(tmp_path / "pictures", "val", each=50), tmp_path / "out.onnx"
+    for name, scale in (("small", 1.0), ("large", 1e3)):
+        network = model_factory.build_vit(depth=1, classes=2)
+        with torch.no_grad():
+            network.head.weight.mul_(4)
+            network.blocks[0].norm2.weight.mul_(scale)
+            network.blocks[0].mlp.fc1.weight.mul_(scale)
+            network.blocks[0].mlp.fc2.weight.mul_(1 / scale**2)
+        save(model_factory.build_trained(network), tmp_path / f"{name}.safetensors")
+    command = ("--to", "onnx", "--float16", "--measure", str(data))
+    code, out, err = vitrail("convert", str(tmp_path / "large.safetensors"), str(path), *command, capsys=capsys)
+    assert (code, out) == (4, "")
+    assert "nothing was written: float16 predicts float32's class for" in err
+    assert "99.5% are required; values exceed its range, 65,504, for 100 images" in err
+    assert not path.exists()
+    code, out, _ = vitrail("convert", str(tmp_path / "small.safetensors"), str(path), *command, "--json", capsys=capsys)
+    assert code == 0
+    result = json.loads(out)["float16"]
+    assert result["images"] == 100
+    assert result["top1_agreement"] >= 0.995
+    assert 0 < result["mean_probability_change"] <= result["max_probability_change"] < 0.01
+    metadata = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    assert json.loads(metadata["float16"]) == result
+    assert onnx.TensorProto.FLOAT16 in {tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    few = write_image_folder(tmp_path / "few", "val", each=49)
+    code, _, err = vitrail(
+        "convert", "no-model", str(tmp_path / "no.onnx"), "--float16", "--measure", str(few), capsys=capsys
+    )
+    assert (code, f"float16 is measured on 100 images or more, and {few} has 98" in err) == (3, True), err
+
+
 def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: Path, capsys: Capture) -> None:
     data, path = write_image_folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
@@ -148,7 +182,9 @@ def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--to", "onnx", "--int8"], "name images to measure how much: --measure DATA"),
         (["--to", "openvino", "--int8", "--measure", "."], "--int8 is for onnx, not for openvino: add --to onnx"),
-        (["--to", "onnx", "--measure", "."], "--measure is not for onnx: add --to onnx --int8"),
+        (["--to", "onnx", "--measure", "."], "--measure is not for onnx: add --to onnx and --int8 or --float16"),
+        (["--to", "onnx", "--int8", "--float16"], "--int8 and --float16 are two precisions of a file"),
+        (["--to", "onnx", "--float16"], "--float16 changes the predictions; name images to measure how much"),
         (["--to", "onnx"], "onnx writes a .onnx file; call it"),
     ],
 )

@@ -1,7 +1,6 @@
 """Downloads from a server on loopback that breaks in every way, and package managers played by scripts."""
 
 import contextlib
-import fcntl
 import hashlib
 import http.client
 import io
@@ -12,6 +11,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -22,6 +22,7 @@ import pytest
 from vitrail.data import download
 from vitrail.data.download import ExpectedFile
 from vitrail.errors import DataError, FetchError
+from vitrail.locks import hold_lock
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)
 
@@ -257,10 +258,11 @@ def test_a_file_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pyte
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    with (tmp_path / "set.bin.part").open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another process"):
-            download.download_file(closed_port(), FILE, tmp_path, ignore_progress)
+    """Nor two threads of one."""
+    with hold_lock(tmp_path / ".set.bin.lock", "the file"), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(download.download_file, closed_port(), FILE, tmp_path, ignore_progress)
+        with pytest.raises(DataError, match=r"set\.bin\.part is being downloaded by another process"):
+            other.result()
 
 
 # --- package managers ----------------------------------------------------------------------------------------------

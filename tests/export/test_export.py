@@ -21,7 +21,7 @@ from vitrail.export.export import (
     EXPORT_FORMATS,
     ExportFormat,
     check_export_destination,
-    export_int8_model,
+    export_in_precision,
     export_model,
 )
 from vitrail.export.graph import ExportGraph, GraphRunner
@@ -251,5 +251,5 @@ def test_a_missing_runtime_is_named_with_its_extra(
 )
 def test_int8_is_refused_where_it_has_no_meaning(model: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=reason):
-        export_int8_model(model_factory.build_trained(model), tmp_path / "model.onnx", lambda *_: {})
+        export_in_precision(model_factory.build_trained(model), tmp_path / "model.onnx", "int8", lambda _: {})
     assert not list(tmp_path.iterdir())

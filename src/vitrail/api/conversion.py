@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from vitrail.config.model import expand_image_size
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import DataSource, open_dataset
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.evaluation import precision_benchmark
 from vitrail.evaluation.statistics import measure_agreement
 from vitrail.export import export
 from vitrail.export.graph import GraphRunner
+from vitrail.formatting import pluralize
 from vitrail.runtime import devices
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.finetune import PreprocessName
@@ -35,6 +36,7 @@ from vitrail.weights.formats import WeightsFormat, check_adapter_destination, ch
 from vitrail.weights.load import is_preset, save
 from vitrail.weights.peft_adapters import merge_adapter, read_adapter
 from vitrail.weights.peft_export import ADAPTER_FORMATS, AdapterFormat, write_adapter
+from vitrail.weights.precision_measurements import MIN_BFLOAT16_AGREEMENT, MIN_IMAGES
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
 __all__ = ["Conversion", "ConvertKeywords", "convert"]
@@ -70,6 +72,8 @@ class ConvertOptions:
     """Mean, std and interpolation."""
     int8: bool = False
     """For onnx: store the weights in 8 bits."""
+    float16: bool = False
+    """For onnx: compute matrix products in float16, for GPUs; refused where the predictions change."""
     measure: DataSource | None = None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool = False
@@ -96,6 +100,8 @@ class ConvertKeywords(TypedDict, total=False):
     """Mean, std and interpolation for weights that do not state them, or state wrong ones."""
     int8: bool
     """For onnx: store the weights in 8 bits."""
+    float16: bool
+    """For onnx: compute matrix products in float16, for GPUs; refused where the predictions change."""
     measure: DataSource | None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool
@@ -136,8 +142,10 @@ class Conversion:
         rows = {"written": str(self.path), "format": self.record["format"]}
         if "difference" in self.record:
             rows["difference"] = f"{self.record['difference']:.1e} from vitrail's own float32"
-        if "int8" in self.record:
-            rows["int8 agrees"] = f"on {self.record['int8']['top1_agreement']:.2%} of the images"
+        for precision in get_args(export.LowerPrecision):
+            if precision in self.record:
+                agreement = self.record[precision]["top1_agreement"]
+                rows[f"{precision} agrees"] = f"on {agreement:.2%} of the images"
         return notebook.wrap_html(notebook.render_table(rows), *notebook.render_notes((*self.changes, *self.notes)))
 
 
@@ -177,6 +185,8 @@ def convert(
     if built.to in ADAPTER_FORMATS:
         return _convert_adapter(source, built)
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
+    if dataset is not None and built.float16 and (count := len(_select_images(dataset))) < MIN_IMAGES:
+        raise DataError(f"float16 is measured on {MIN_IMAGES} images or more, and {dataset.name} has {count}")
     trained = _load_source(source, NoteCollector(notify))
     before = len(trained.origin.changes)
     if built.adapter is not None:
@@ -207,13 +217,19 @@ def _choose_format(destination: Path) -> TargetFormat:
 
 
 def _check_measure_options(options: ConvertOptions) -> None:
-    to, int8, measure = options.to, options.int8, options.measure
-    if int8 and to != "onnx":
-        raise UsageError(f"--int8 is for onnx, not for {to}: add --to onnx")
-    if int8 and measure is None:
-        raise UsageError("--int8 changes the predictions; name images to measure how much: --measure DATA")
-    if measure is not None and not int8 and to != "vitrail":
-        raise UsageError(f"--measure is not for {to}: add --to onnx --int8, or omit --to")
+    to, measure, precision = options.to, options.measure, _get_lower_precision(options)
+    if options.int8 and options.float16:
+        raise UsageError("--int8 and --float16 are two precisions of a file: give one of them")
+    if precision and to != "onnx":
+        raise UsageError(f"--{precision} is for onnx, not for {to}: add --to onnx")
+    if precision and measure is None:
+        raise UsageError(f"--{precision} changes the predictions; name images to measure how much: --measure DATA")
+    if measure is not None and not precision and to != "vitrail":
+        raise UsageError(f"--measure is not for {to}: add --to onnx and --int8 or --float16, or omit --to")
+
+
+def _get_lower_precision(options: ConvertOptions) -> export.LowerPrecision | None:
+    return "int8" if options.int8 else "float16" if options.float16 else None
 
 
 def _check_target(options: ConvertOptions) -> None:
@@ -261,13 +277,13 @@ def _override_preprocess(trained: Trained, name: str) -> Trained:
 def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | None) -> dict[str, Any]:
     """Write the file, and return what is known of it."""
     path, to, overwrite = options.destination, options.to, options.overwrite
-    if dataset is not None and to == "onnx":
+    if dataset is not None and (precision := _get_lower_precision(options)):
 
-        def compare_int8(float32: GraphRunner, int8: GraphRunner) -> dict[str, Any]:
-            return _compare_int8_with_float32(float32, int8, trained, dataset, choose_progress(options.progress))
+        def measure(runners: list[GraphRunner]) -> dict[str, Any]:
+            return _compare_with_float32(runners, trained, dataset, choose_progress(options.progress))
 
-        parity, comparison = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
-        return {"notes": [], **parity._asdict(), "int8": comparison}
+        parity, comparison = export.export_in_precision(trained, path, precision, measure, overwrite=overwrite)
+        return {"notes": [], **parity._asdict(), precision: comparison}
     if dataset is not None:
         trained = _measure_precisions(trained, dataset, choose_progress(options.progress))
         notes = save(trained, path, overwrite=overwrite)
@@ -323,19 +339,42 @@ def _measure_precisions(trained: Trained, dataset: Dataset, progress: ShowProgre
     )
 
 
-def _compare_int8_with_float32(
-    float32: GraphRunner, int8: GraphRunner, trained: Trained, dataset: Dataset, progress: ShowProgress
+def _compare_with_float32(
+    runners: list[GraphRunner], trained: Trained, dataset: Dataset, progress: ShowProgress
 ) -> dict[str, Any]:
-    """The agreement of int8 with float32, and its speedup, in ONNX Runtime on this machine."""
-    runners = (float32, int8)
-    probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
+    """The agreement of a file with float32 in ONNX Runtime on this machine: of int8 with its speed, of float16 checked.
+
+    Of float16 the graph that rounds as a GPU does is reported, and the file itself checked by the same rule.
+    """
+    probabilities: list[list[Tensor]] = [[] for _ in runners]
     speedups = []
     for number, pixels in enumerate(_iterate_inputs(trained, dataset, progress)):
-        seconds = [0.0, 0.0]
-        for index in ((0, 1), (1, 0))[number % 2]:  # by turns, so that other load on the machine slows both alike
+        seconds = [0.0] * len(runners)
+        for index in sorted(range(len(runners)), reverse=number % 2 == 1):  # other load on the machine slows all alike
             start = time.perf_counter()
             probabilities[index].append(runners[index](pixels)["probabilities"])
             seconds[index] = time.perf_counter() - start
         speedups.append(seconds[0] / seconds[1])
-    agreement = measure_agreement(torch.cat(probabilities[0]), torch.cat(probabilities[1]))
-    return {"data": Path(dataset.name).name, **agreement._asdict(), "speed": statistics.median(speedups)}
+    data = Path(dataset.name).name
+    float32, *lower = map(torch.cat, probabilities)
+    if len(lower) > 1:
+        comparisons = [_check_float16(float32, candidate, data) for candidate in lower]
+        return comparisons[-1]
+    return {"data": data, **measure_agreement(float32, lower[0])._asdict(), "speed": statistics.median(speedups)}
+
+
+def _check_float16(reference: Tensor, candidate: Tensor, data: str) -> dict[str, Any]:
+    """The agreement of float16 with float32, or an error where it is too small."""
+    agreement = measure_agreement(reference, candidate)
+    change = float((candidate - reference).abs().max())
+    overflown = int((~candidate.isfinite()).any(dim=1).sum())
+    if overflown or agreement.top1_agreement < MIN_BFLOAT16_AGREEMENT:
+        cause = f"probabilities change by up to {change:.4f}"
+        if overflown:
+            cause = f"values exceed its range, 65,504, for {pluralize(overflown, 'image')}"
+        raise ModelError(
+            f"nothing was written: float16 predicts float32's class for {agreement.top1_agreement:.2%} of"
+            f" {pluralize(agreement.images, 'image')} of {data}, and {MIN_BFLOAT16_AGREEMENT:.1%} are required; {cause}"
+            ". Without --float16 the file is float32"
+        )
+    return {"data": data, **agreement._asdict(), "max_probability_change": change}

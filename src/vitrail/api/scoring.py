@@ -158,7 +158,7 @@ class Decoder:
     """
 
     def __init__(self, model: str | Path, *, column: str = "bytes", threads: int = 1) -> None:
-        self.model, self.column, self.top, self.threads = _check_model(model), column, top, threads
+        self.model, self.column, self.threads = _check_model(model), column, threads
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1")
 

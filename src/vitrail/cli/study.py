@@ -43,7 +43,9 @@ def choose_study_folder(out: Path | None, *words: str) -> Path:
     return Path("runs") / "-".join(parts)
 
 
-def _make_runner(folder: Path, lock: int, options: StudyOptions) -> Callable[[Sequence[Cell]], list[CellResult]]:
+def _make_runner(
+    folder: Path, lock: tuple[int, ...], options: StudyOptions
+) -> Callable[[Sequence[Cell]], list[CellResult]]:
     """A function that computes cells of the study in the folder, on the devices that were named."""
     if options.workers is not None and options.workers < 0:
         raise UsageError(f"--workers is {options.workers}; it must be 0 or more")

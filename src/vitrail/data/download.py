@@ -4,7 +4,6 @@ This uses urllib: resuming, the one feature it lacks, is less code than a depend
 programs in an empty folder and only download: nothing is installed and no script runs.
 """
 
-import fcntl
 import http.client
 import shutil
 import subprocess
@@ -18,8 +17,9 @@ from typing import IO, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from vitrail.data import public_formats
-from vitrail.errors import DataError, FetchError
+from vitrail.errors import DataError, FetchError, LockedError
 from vitrail.files import compute_sha256
+from vitrail.locks import hold_lock
 from vitrail.runtime.workers import ProgressCallback  # called with the bytes received and the total
 
 TIMEOUT = 20.0  # seconds without receiving a byte
@@ -66,11 +66,10 @@ def download_file(url: str, file: ExpectedFile, folder: Path, progress: Progress
     part = folder / f"{file.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as output:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
+        with hold_lock(folder / f".{file.name}.lock", str(part)), part.open("ab") as output:
             _check_free_space(folder, file.size - output.tell())
             _receive_bytes(url, file, output, progress)
-    except BlockingIOError as error:
+    except LockedError as error:
         raise DataError(f"{part} is being downloaded by another process; wait for it") from error
     except OSError as error:  # of the disk; network errors are already FetchErrors
         raise DataError(f"{part} cannot be written ({error.strerror}); the next attempt resumes it") from error

@@ -22,11 +22,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from vitrail.errors import DataError, WorkerKilledError
+from vitrail.runtime.signals import STOP_SIGNALS
 
 WORKER_EXIT_SECONDS = 5.0  # time for workers to end by themselves once they are asked to
 _MEMORY_SIGNALS = {
-    int(signal.SIGKILL): "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
-    int(signal.SIGBUS): "for lack of shared memory (/dev/shm): enlarge it, or give --workers 0",
+    "SIGKILL": "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
+    "SIGBUS": "for lack of shared memory (/dev/shm): enlarge it, or give --workers 0",
 }
 _live_workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
@@ -88,9 +89,8 @@ def _init_worker(parent: int, _: int) -> None:
     """
     if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
         os._exit(1)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
@@ -104,7 +104,7 @@ def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
     names = {int(each): each.name for each in signal.Signals}  # a real-time signal has no name
     signal_name = names.get(-dead.exitcode, f"signal {-dead.exitcode}")
     sentence = f"the loader worker with process ID {dead.pid} was killed by {signal_name}"
-    if reason := _MEMORY_SIGNALS.get(-dead.exitcode):
+    if reason := _MEMORY_SIGNALS.get(signal_name):
         return WorkerKilledError(f"{sentence}, {reason}")
     return DataError(f"{sentence}, a crash while it decoded an image")
 

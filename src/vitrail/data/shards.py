@@ -82,7 +82,7 @@ class ShardStore:
             raise DataError(f"{self.get_name(row)} has {size:,} bytes; the limit for images is {FILE_LIMIT:,}")
         try:
             if isinstance(self.folder, Path):
-                content = os.pread(self._get_descriptor(self.folder / self.files[shard], shard), size, offset)
+                content = self._read_file(self.folder / self.files[shard], shard, size, offset)
             else:
                 content = remote.read(remote.join_url(self.folder, self.files[shard]), offset, size)
         except OSError as error:
@@ -90,6 +90,13 @@ class ShardStore:
         if len(content) != size:
             raise DataError(f"{self.get_name(row)}: the shard ends before the image does; check or download it again")
         return content
+
+    def _read_file(self, path: Path, shard: int, size: int, offset: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self._get_descriptor(path, shard), size, offset)
+        with path.open("rb") as file:  # Windows: threads may read at a time, and a descriptor has one position
+            file.seek(offset)
+            return file.read(size)
 
     def _get_descriptor(self, path: Path, shard: int) -> int:
         if shard not in self._descriptors:

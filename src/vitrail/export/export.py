@@ -34,8 +34,10 @@ from vitrail.weights.trained import Trained, require_preprocess, require_trained
 MAX_DIFFERENCE = 1e-5
 BATCH_SIZES = (1, 3)
 ExportFormat = Literal["onnx", "torch-export", "openvino"]
-MeasureInt8 = Callable[[GraphRunner, GraphRunner], dict[str, Any]]
-"""The float32 and the int8 file as functions -> measurements of the second, as JSON values."""
+LowerPrecision = Literal["int8", "float16"]
+MeasurePrecision = Callable[[list[GraphRunner]], dict[str, Any]]
+"""The float32 file, that of lower precision, and for float16 a graph that rounds as a GPU does -> measurements of the
+loss, as JSON values. An error that it raises prevents the file."""
 
 
 class ExportFormatInfo(NamedTuple):
@@ -111,27 +113,27 @@ def export_model(trained: Trained, path: Path, format: ExportFormat, *, overwrit
     return result
 
 
-def export_int8_model(
-    trained: Trained, path: Path, measure: MeasureInt8, *, overwrite: bool = False
+def export_in_precision(
+    trained: Trained, path: Path, precision: LowerPrecision, measure: MeasurePrecision, *, overwrite: bool = False
 ) -> tuple[Parity, dict[str, Any]]:
-    """Write the ONNX graph of a model with int8 weights; return its float32's parity and the measurements.
+    """Write the ONNX graph of a model in lower precision; return its float32's parity and the measurements.
 
-    The results of `measure` are also stored in the file's metadata, under `int8`.
+    The results of `measure` are also stored in the file's metadata, under the precision.
     """
     check_export_destination(path, "onnx", overwrite=overwrite)
     trained, onnx = prepare_for_export(require_trained(trained)), import_export_format("onnx")
-    if isinstance(trained.model, BiT):
+    if isinstance(trained.model, BiT) and precision == "int8":
         raise UsageError("--int8 quantizes matrix products, and a ResNet has convolutions: omit it")
     if not trained.model.config.classes:
-        raise UsageError("--int8 is measured by predictions, and the model has no head: omit it")
+        raise UsageError(f"--{precision} is measured by predictions, and the model has no head: omit it")
     with files.write_atomically(path, overwrite=overwrite) as fresh:
         float32_path = fresh.with_name(f"float32-{fresh.name}")
         onnx.write(trained, float32_path)
         float32 = onnx.load_runner(float32_path)
         result = check_parity(float32, trained)
-        onnx.quantize(float32_path, fresh)
-        measurements = measure(float32, onnx.load_runner(fresh))
-        onnx.add_metadata(fresh, "int8", measurements)
+        convert = onnx.quantize if precision == "int8" else onnx.convert_to_float16
+        measurements = measure([float32, *convert(float32_path, fresh)])
+        onnx.add_metadata(fresh, precision, measurements)
         _move_weights_file(fresh, path, "onnx")
     return result, measurements
 

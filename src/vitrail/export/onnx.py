@@ -17,7 +17,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from torch import Tensor
 
-from vitrail.export import graph
+from vitrail.export import graph, onnx_float16
 from vitrail.export.graph import GraphRunner
 from vitrail.weights.trained import Trained
 
@@ -61,7 +61,7 @@ def _silence_torch_warnings() -> Iterator[None]:
         logger.removeFilter(is_relevant)
 
 
-def quantize(source: Path, path: Path) -> None:
+def quantize(source: Path, path: Path) -> list[GraphRunner]:
     """Write the float32 model `source` with the weights of its matrix products in int8, a scale for each output.
 
     Activations are rounded to 8 bits too, by their range in each batch, so no calibration images are needed. The patch
@@ -78,6 +78,18 @@ def quantize(source: Path, path: Path) -> None:
         weight_type=QuantType.QInt8,
         use_external_data_format=source.with_suffix(".onnx.data").exists(),
     )
+    return [load_runner(path)]
+
+
+def convert_to_float16(source: Path, path: Path) -> list[GraphRunner]:
+    """Write the float32 model `source` with products in float16; return it and a float32 graph that rounds alike.
+
+    On a CPU, ONNX Runtime omits most of the file's rounding, and with it what overflows on a GPU.
+    """
+    rounded = path.with_name(f"rounded-{path.name}")
+    onnx_float16.convert(source, path)
+    onnx_float16.convert(source, rounded, rounding_only=True)
+    return [load_runner(path), load_runner(rounded)]
 
 
 def add_metadata(path: Path, name: str, value: Any) -> None:

@@ -1,8 +1,9 @@
 """The device on which models run, and what it computes for the CPU."""
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,12 @@ def get_device_memory(device: torch.device) -> int:
     """Bytes of memory of a GPU, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    windows: Any = ctypes
+    kilobytes = ctypes.c_ulonglong()
+    windows.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes))
+    return kilobytes.value * 1024
 
 
 def find_best_device() -> torch.device:

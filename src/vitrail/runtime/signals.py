@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+_STOP_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK")  # the last is Ctrl-Break on Windows
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _STOP_NAMES if hasattr(signal, name))
 
 
 class StopRequest:

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
+_MAX_WINDOWS_WORKERS = 61  # of a ProcessPoolExecutor
 ProgressCallback = Callable[[int, int], None]
 """Called with the amount done and the total."""
 ShowProgress = Callable[[str], contextlib.AbstractContextManager[Callable[..., None]]]
@@ -106,18 +107,36 @@ def map_in_processes(
 
 
 def _create_process_pool(workers: int, preload: Sequence[str]) -> ProcessPoolExecutor:
-    """Create processes forked from a fresh one that has our modules: this one may have threads, which no fork survives.
+    """Create processes that ignore Ctrl-C, which this process handles, and end with this one."""
+    with _defer_keyboard_interrupt():
+        context = get_process_context(preload, [signal.SIGINT])
+    count = min(workers, _MAX_WINDOWS_WORKERS) if os.name == "nt" else workers
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_ignore_keyboard_interrupt)
 
-    This process handles Ctrl-C; the others start with it blocked, and end with this one.
+
+def get_process_context(preload: Sequence[str], blocked_signals: Sequence[signal.Signals]) -> BaseContext:
+    """Return a context whose processes are forked from a fresh one, which has imported the modules of `preload`.
+
+    This process may have threads, which no fork survives. All of them start with the signals blocked. Where processes
+    cannot be forked, as on Windows, each starts anew, and no signal is blocked.
     """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver, resource_tracker
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()  # started separately: it would undo what follows
-    with _defer_keyboard_interrupt():
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
+    try:
         forkserver.ensure_running()
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-    return ProcessPoolExecutor(workers, mp_context=context)
+    return context
+
+
+def _ignore_keyboard_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

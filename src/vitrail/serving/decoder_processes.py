@@ -10,17 +10,18 @@ import asyncio
 import collections
 import errno
 import math
-import multiprocessing
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import util
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Literal
 
 import torch
 
-from vitrail.runtime.workers import hide_main_module
+from vitrail.runtime.workers import get_process_context, hide_main_module
 from vitrail.serving import upload_decoding
 from vitrail.serving.limits import BusyError, RefusedError, RequestLimits
 from vitrail.serving.metrics import ServerMetrics
@@ -40,12 +41,13 @@ class _DecoderProcess:
     """A decoder process, and the server's end of the socket to it."""
 
     def __init__(self, input_specs: Sequence[InputSpec], limits: RequestLimits) -> None:
-        start_forkserver()  # again, if it died
+        context = start_forkserver()  # again, if it died
         self.socket, theirs = socket.socketpair()
         with theirs:
             run, arguments = upload_decoding.run_decoder, (theirs, input_specs, limits)
-            context = multiprocessing.get_context("forkserver")
-            self.process = context.Process(target=run, args=arguments, name="decoder", daemon=True)
+            self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # each kind of context has one
+                target=run, args=arguments, name="decoder", daemon=True
+            )
             with hide_main_module():
                 self.process.start()
         # at exit at the latest, before multiprocessing would join the process
@@ -79,25 +81,18 @@ class _DecoderProcess:
         return content
 
 
-def _kill_process(process: multiprocessing.process.BaseProcess, ours: socket.socket) -> None:
+def _kill_process(process: BaseProcess, ours: socket.socket) -> None:
     ours.close()
     if process.is_alive():
         process.kill()
 
 
-def start_forkserver() -> None:
-    """Start the process that decoders are forked from, and let it preload their modules.
+def start_forkserver() -> BaseContext:
+    """Start the process that decoders are forked from, where the system has it, and return the decoders' context.
 
-    The server itself has threads, which a fork does not survive.
+    Stop signals are blocked there, and so do nothing to decoders until these ignore them.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["vitrail.serving.upload_decoding"])
-    resource_tracker.ensure_running()  # first: it would undo the blocked signals
-    # inherited: until decoders ignore them, stop signals do nothing
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return get_process_context(["vitrail.serving.upload_decoding"], [signal.SIGINT, signal.SIGTERM])
 
 
 class _RunningDecode:

@@ -8,7 +8,6 @@ deadline.
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -161,6 +160,10 @@ class Listener(socket.socket):
 
 def raise_connection_limit() -> int:
     """Raise the limit of file descriptors as far as the system allows; how many connections fit into it."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return MAX_CONNECTIONS
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
     needed = MAX_CONNECTIONS + _RESERVED_DESCRIPTORS

@@ -83,22 +83,27 @@ def run_decoder(connection: socket.socket, input_specs: Sequence[InputSpec], lim
     """Decode jobs until the server closes its end or dies."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the server ends decoders
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    set_alarm = getattr(signal, "setitimer", None)  # which Windows lacks
+    if set_alarm is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # Pillow's about odd files: anyone could fill the log with them
-    os.nice(_NICENESS)
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
     get_jpeg_decoder_name()  # tries simplejpeg now, before the memory limit and the first image
     _limit_memory(limits)
     with contextlib.suppress(ConnectionError), connection, connection.makefile("rwb") as stream:
         connection.sendall(READY)
         while len(head := stream.read(JOB_HEADER.size)) == JOB_HEADER.size:
             # The server kills a decoder that takes too long; if the server has died, the alarm does.
-            signal.setitimer(signal.ITIMER_REAL, limits.decode_seconds + 1)
+            if set_alarm is not None:
+                set_alarm(signal.ITIMER_REAL, limits.decode_seconds + 1)
             number, length, size = JOB_HEADER.unpack(head)
             name, content = stream.read(length).decode(), stream.read(size)
             if len(content) == size:
                 stream.write(_make_reply(content, input_specs[number], limits, name))
                 stream.flush()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            if set_alarm is not None:
+                set_alarm(signal.ITIMER_REAL, 0)
 
 
 def _make_reply(content: bytes, input_spec: InputSpec, limits: RequestLimits, name: str) -> bytes:

@@ -8,7 +8,6 @@ memory, that is its result, and the others continue. A device runs one cell at a
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -28,6 +27,8 @@ from vitrail.config import Recipe, to_json
 from vitrail.config.serialization import upgrade_keys, upgrade_result_keys
 from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, CellsError, DataError, DivergedError, StoppedError, UsageError
 from vitrail.formatting import pluralize
+from vitrail.locks import hold_inheritable_lock
+from vitrail.runtime import child_processes
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.signals import catch_stop_signals
 from vitrail.runtime.workers import Notify
@@ -76,27 +77,23 @@ class Cell:
 
 
 @contextlib.contextmanager
-def open_study(folder: Path, study: Mapping[str, Any]) -> Iterator[int]:
-    """Lock the study's folder, which is new or holds the same study, and yield the lock's file descriptor.
+def open_study(folder: Path, study: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Lock the study's folder, which is new or holds the same study, and yield the lock's file descriptors.
 
-    Cells inherit it, so the folder stays locked while any of them runs, even if the study was killed.
+    Cells inherit them, so the folder stays locked while any of them runs, even if the study was killed.
     """
     path = folder / STUDY_FILE
     if folder.is_dir() and any(folder.glob("[!.]*")) and not path.is_file():
         raise UsageError(f"{folder} is not a study; choose another name with --out")
     files.make_folder(folder)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{folder} is in use by another process; wait for it, or end it") from None
+    with hold_inheritable_lock(folder / ".lock", str(folder)) as lock:
         requested = json.loads(json.dumps(study))
         if not path.is_file():
             with files.write_atomically(path) as temporary:
                 temporary.write_text(json.dumps(requested, indent=1) + "\n")
         elif difference := find_difference(read_study(folder), requested):
             raise UsageError(f"{folder} is another study, with {difference}. Choose another name with --out")
-        yield lock.fileno()
+        yield lock
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -224,7 +221,7 @@ class CellProcess:
 
 
 def run_cells(
-    cells: Sequence[Cell], folder: Path, *, lock: int, devices: Sequence[str], workers: int, notify: Notify
+    cells: Sequence[Cell], folder: Path, *, lock: tuple[int, ...], devices: Sequence[str], workers: int, notify: Notify
 ) -> dict[str, CellResult]:
     """Run the cells that have not ended yet, and return the results of all.
 
@@ -246,7 +243,7 @@ def run_cells(
             if stop_request.signal and not stopping:
                 stopping = True
                 for cell_process in running.values():
-                    cell_process.process.terminate()  # it saves a checkpoint and ends
+                    child_processes.request_stop(cell_process.process)  # it saves a checkpoint and ends
             for index, cell_process in list(running.items()):
                 cell_process.notify_progress(notify)
                 if cell_process.process.poll() is not None:
@@ -262,19 +259,18 @@ def run_cells(
     return {cell.name: results[cell.name] for cell in cells}
 
 
-def _start_cell(cell: Cell, folder: Path, device: str, workers: int, lock: int) -> CellProcess:
+def _start_cell(cell: Cell, folder: Path, device: str, workers: int, lock: tuple[int, ...]) -> CellProcess:
     cell_folder = folder / CELLS_FOLDER / cell.name
     cell_folder.mkdir(parents=True, exist_ok=True)
     cell_file, log_path = cell_folder / "cell.json", cell_folder / "log"
     with files.write_atomically(cell_file, overwrite=True) as temporary:
         temporary.write_text(json.dumps(to_json(cell), indent=1) + "\n")
     with log_path.open("a") as stderr, (cell_folder / RESULT_FILE).open("w") as stdout:  # a pipe would fill up
-        process = subprocess.Popen(  # noqa: S603, our own module
+        process = child_processes.start_process_group(  # Ctrl-C is for the study, which forwards it
             [sys.executable, "-m", "vitrail.studies.grid_cell", str(cell_file), device, str(workers)],
             stdout=stdout,
             stderr=stderr,
-            pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C is for the study, which forwards it
+            descriptors=lock,
         )
     log = log_path.open(errors="replace")
     log.seek(0, os.SEEK_END)
@@ -284,15 +280,9 @@ def _start_cell(cell: Cell, folder: Path, device: str, workers: int, lock: int) 
 def _kill_cells(running: Mapping[int, CellProcess]) -> None:
     """Kill the cells that still run, which only an error or a second Ctrl-C leaves."""
     for cell_process in running.values():
-        _kill_process_group(cell_process)
+        child_processes.kill_process_group(cell_process.process)
         cell_process.process.wait()
         cell_process.log.close()
-
-
-def _kill_process_group(cell_process: CellProcess) -> None:
-    """Kill a cell's process and its children, which outlive a killed parent."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(cell_process.process.pid, signal.SIGKILL)
 
 
 def _record_result(cell_process: CellProcess, folder: Path, notify: Notify, *, stopping: bool) -> None:
@@ -301,8 +291,8 @@ def _record_result(cell_process: CellProcess, folder: Path, notify: Notify, *, s
     last_line = cell_process.read_last_line().removeprefix("vitrail: ")
     cell_process.log.close()
     if code:
-        _kill_process_group(cell_process)
-    if code == StoppedError.exit_code or (stopping and code == -signal.SIGTERM):
+        child_processes.kill_process_group(cell_process.process)
+    if code == StoppedError.exit_code or (stopping and child_processes.was_stopped_by_request(code)):
         notify(f"{cell.name}: {last_line.partition(';')[0] or 'stopped'}")
         return
     result: CellResult = {"cell": cell.name, **cell.result_fields}
@@ -319,7 +309,7 @@ def _record_result(cell_process: CellProcess, folder: Path, notify: Notify, *, s
 
 def _describe_failure(code: int, last_line: str) -> CellResult:
     """The status, error and exit code of a failed cell, from its process's exit code and last line."""
-    if code == -signal.SIGKILL:
+    if code == child_processes.KILLED_CODE:
         return {"status": "failed", "error": "killed: out of memory, most likely", "exit_code": OUT_OF_SPACE_EXIT_CODE}
     if code < 0:
         return {"status": "failed", "error": f"ended by {signal.Signals(-code).name}. {last_line}", "exit_code": 1}

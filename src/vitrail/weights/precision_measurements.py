@@ -12,7 +12,7 @@ __all__ = ["PrecisionMeasurement"]
 
 MIN_IMAGES = 100  # of fewer, one different prediction says too little
 MIN_SPEEDUP = 1.1  # over float32; less is not worth different predictions
-MIN_BFLOAT16_AGREEMENT = 0.995  # the share of images for which bfloat16 must predict float32's class
+MIN_BFLOAT16_AGREEMENT = 0.995  # the share of images for which bfloat16 and float16 must predict float32's class
 MIN_INT8_AGREEMENT = 0.99  # the same for int8, of images where float32's likeliest class leads by more than 0.1
 
 

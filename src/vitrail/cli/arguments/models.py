@@ -94,6 +94,9 @@ class ConvertArguments:
     preprocess: Annotated[Preprocess, _ADAPTATION] = None
     int8: Annotated[bool, _PRECISION] = False
     """For onnx: store the weights in 8 bits, a third of the size; --measure shows how the predictions change."""
+    float16: Annotated[bool, _PRECISION] = False
+    """For onnx: matrix products in float16, half the size, for GPUs. Refused where predictions on the images of
+    --measure change."""
     measure: Annotated[str | None, _PRECISION, arg(metavar="DATA")] = None
     """Images on which to compare lower precisions with float32 on this CPU: a folder, a .csv or .jsonl, shards,
     hf:ORG/NAME, ... A vitrail file then records the fastest one whose predictions agree."""
