@@ -89,7 +89,9 @@ def _open(data: str) -> Dataset:
     return dataset
 
 
-def _run_stages(planned: PretrainingStudy, folder: Any, lock: tuple[int, ...], arguments: PaperStudyArguments) -> list[CellResult]:
+def _run_stages(
+    planned: PretrainingStudy, folder: Any, lock: tuple[int, ...], arguments: PaperStudyArguments
+) -> list[CellResult]:
     """The results of all cells: learning rates, pre-training, transfer."""
     grid.check_positive(parallel=arguments.parallel)
     devices = grid.list_devices(arguments.device, arguments.parallel)
