@@ -69,23 +69,18 @@ class RowStore(Protocol):
     @property
     def unit(self) -> int:
         """So many images are stored together or not at all; only the last ones may be fewer."""
-        ...
 
     def list_files(self) -> list[Path]:
         """The files that hold the rows, those that others need to be read first."""
-        ...
 
     def iterate_stored(self) -> Iterator[StoredImage]:
         """The images of complete rows, up to the first that is incomplete."""
-        ...
 
     def open_writer(self, written: WrittenRows) -> AbstractContextManager[WriteRows]:
         """Open a function that appends rows after those written; anything after them is cut off."""
-        ...
 
     def write_merged(self, parts: Sequence[Self]) -> None:
         """Write the rows of the parts one after the other to files that do not exist."""
-        ...
 
 
 def make_valid_text(text: str) -> str:
