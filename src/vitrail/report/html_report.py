@@ -62,7 +62,7 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         suggestions=findings.make_suggestions(facts, classes, confusions),
         num_shown_classes=len(shown_classes),
         confusion_matrix=_draw_confusion(facts, shown_classes) if facts.is_single_label else None,
-        class_tables=_split_class_table(classes),
+        class_tables=_split_class_table(classes, is_wide=facts.is_multi_label),
         num_omitted_classes=len(classes) - MAX_CLASS_ROWS,
         reliability=_draw_reliability(facts),
         class_sizes=_draw_class_sizes(facts),
@@ -163,10 +163,10 @@ def _choose_shown_classes(classes: Sequence[str], confusions: Sequence[findings.
     return list(chosen)[:_MAX_CONFUSION_CLASSES]
 
 
-def _split_class_table(classes: Sequence[ClassRow]) -> list[Sequence[ClassRow]]:
-    """The weakest classes, split into two tables side by side if they are many."""
+def _split_class_table(classes: Sequence[ClassRow], *, is_wide: bool) -> list[Sequence[ClassRow]]:
+    """The weakest classes, split into two tables side by side if they are many and the tables not wide."""
     rows = classes[:MAX_CLASS_ROWS]
-    half = len(rows) if len(rows) <= _MAX_ONE_TABLE else -(-len(rows) // 2)
+    half = len(rows) if is_wide or len(rows) <= _MAX_ONE_TABLE else -(-len(rows) // 2)
     return [table for table in (rows[:half], rows[half:]) if table]
 
 
