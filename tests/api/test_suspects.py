@@ -12,7 +12,7 @@ from tests.evaluation.test_label_errors import COLORS, make_colored
 from vitrail.errors import UsageError
 
 
-def make_samples() -> list[tuple[np.ndarray, str]]:  # type: ignore[type-arg]
+def make_samples() -> list[tuple[np.ndarray, str]]:
     """Images of three colors; the first is red, and labeled blue."""
     samples = [(np.asarray(make_colored(color, seed)), color) for seed in range(12) for color in COLORS]
     return [(np.asarray(make_colored("red", 1000)), "blue"), *samples]
@@ -41,7 +41,7 @@ def test_images_in_memory_are_searched_and_trained_on_with_the_decisions(tmp_pat
 
 def test_mistakes_are_named_as_keywords(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="split is 'tset'; it takes 'train', 'val', 'test' or 'all'; did you mean"):
-        vitrail.suspects("photos", make_trained(), split="tset", **FAST)  # type: ignore[arg-type]
+        vitrail.suspects("photos", make_trained(), split="tset", **FAST)
     with pytest.raises(UsageError, match=r"^folds is 1; it must be at least 2"):
         vitrail.suspects("photos", make_trained(), folds=1, **FAST)
     (tmp_path / "notes.txt").write_text("mine")
