@@ -242,6 +242,7 @@ def pack_dataset(arguments: PackArguments) -> None:
         output.print_note(f"note: {dataset.label_changes.summary}, by {arguments.relabel}")
     if arguments.leave_out is not None:
         dataset = without_images(dataset, read_excluded_images(arguments.leave_out, dataset))
+    if arguments.leave_out is not None or dataset.label_changes is not None:
         for sentence in _describe_empty_classes(dataset):
             output.print_note(f"warning: {sentence}")
     try:

@@ -11,7 +11,7 @@ _MAX_LISTED = 10
 
 def run(arguments: SuspectsArguments) -> None:
     """Find label errors, write the page and the table, and print the first."""
-    found = suspects(
+    result = suspects(
         arguments.data,
         arguments.model,
         split=arguments.split,
@@ -23,26 +23,26 @@ def run(arguments: SuspectsArguments) -> None:
         progress=output.show_progress,
         notify=output.print_note,
     )
-    assert found.folder is not None, "it was given"
+    assert result.folder is not None, "it was given"
     if arguments.output.json:
-        output.print_json(found.metrics | {"folder": str(found.folder)})
+        output.print_json(result.metrics | {"folder": str(result.folder)})
         return
-    _print_suspects(found)
-    output.print_table([("page", str(found.folder / PAGE_FILE)), ("table", str(found.folder / CSV_FILE))])
-    if found.rows:
+    _print_suspects(result)
+    output.print_table([("page", str(result.folder / PAGE_FILE)), ("table", str(result.folder / CSV_FILE))])
+    if result.rows:
         output.print_note("decide on the page, save the table, and train with --relabel suspects.csv")
 
 
-def _print_suspects(found: Suspects) -> None:
+def _print_suspects(result: Suspects) -> None:
     """The number of suspects, and the first of them."""
-    print(describe_result(found.errors))
-    if not found.rows:
+    print(describe_result(result.errors))
+    if not result.rows:
         return
     rows = [("image", "label", "likely label")]
-    for suspect in found.rows[:_MAX_LISTED]:
+    for suspect in result.rows[:_MAX_LISTED]:
         label = f"{suspect.label} {suspect.label_probability:.1%}"
         likely = f"{suspect.likely_label} {suspect.likely_probability:.1%}"
         rows.append((f"{suspect.split}: {suspect.image}", label, likely))
     output.print_table(rows)
-    if len(found.rows) > _MAX_LISTED:
-        print(f"... and {len(found.rows) - _MAX_LISTED:,} more in the table")
+    if len(result.rows) > _MAX_LISTED:
+        print(f"... and {len(result.rows) - _MAX_LISTED:,} more in the table")

@@ -119,21 +119,22 @@ def find_label_errors(
     labeled = Features(torch.cat([values[name] for name in dataset.splits]).to(device), targets.to(device))
     fold_index = assign_folds(targets.numpy(), groups, folds)
     with settings.show_progress("cross-validation") as progress:
-        found = compute_out_of_fold_probabilities(labeled, len(dataset.classes), fold_index, progress=progress)
-    probabilities = found.cpu()
-    judged = _find_judged(targets, groups, len(dataset.classes))
+        probabilities = compute_out_of_fold_probabilities(
+            labeled, len(dataset.classes), fold_index, progress=progress
+        ).cpu()
+    can_judge = _find_judgeable(targets, groups, len(dataset.classes))
     return LabelErrors(
         dataset=dataset,
         features=Features(labeled.values.cpu(), targets),
         probabilities=probabilities,
-        suspects=rank_suspects(probabilities, targets, judged),
-        unjudged=int((~judged).sum()),
+        suspects=rank_suspects(probabilities, targets, can_judge),
+        unjudged=int((~can_judge).sum()),
     )
 
 
-def rank_suspects(probabilities: Tensor, labels: Tensor, judged: Tensor) -> tuple[int, ...]:
+def rank_suspects(probabilities: Tensor, labels: Tensor, can_judge: Tensor) -> tuple[int, ...]:
     """The images with the least probable labels, as many as confident learning counts label errors."""
-    rows = judged.nonzero()[:, 0]
+    rows = can_judge.nonzero()[:, 0]
     probabilities, labels = probabilities[rows], labels[rows]
     count = int(confident_learning.flag_label_errors(probabilities, labels).sum())
     self_confidence = confident_learning.compute_self_confidence(probabilities, labels)
@@ -184,7 +185,7 @@ def _check_bad_images(scan: DatasetScan, data: str, settings: ProbeSettings) -> 
     settings.notify(f"warning: {problem}; left out")
 
 
-def _find_judged(targets: Tensor, groups: IntArray, num_classes: int) -> Tensor:
+def _find_judgeable(targets: Tensor, groups: IntArray, num_classes: int) -> Tensor:
     """bool (n,): images of classes that occur in two folds or more."""
     leaders = torch.from_numpy(np.unique(groups, return_index=True)[1])
     counts = targets[leaders].bincount(minlength=num_classes)
