@@ -219,7 +219,7 @@ def test_the_other_commands_and_the_python_of_a_page_run(page: Path, place: Path
         assert recipes.load_recipe(place / "my.toml") == recipes.get_recipe("digits")
 
 
-@pytest.mark.parametrize("page", ["figures.md", "predicting.md"])
+@pytest.mark.parametrize("page", ["figures.md", "large-collections.md", "predicting.md"])
 def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
     """With the files that every page names: a model, cat.jpg and dog.jpg."""
     for number, name in enumerate(("cat.jpg", "dog.jpg")):
@@ -266,7 +266,13 @@ def strip_blocks(page: Path) -> str:
 
 
 def list_tested_python() -> set[Path]:
-    names = ("exporting.md", "figures.md", "predicting.md", "tutorials/serve-a-model.md")  # tests/export/test_docs.py
+    names = (
+        "exporting.md",  # tests/export/test_docs.py
+        "figures.md",
+        "large-collections.md",
+        "predicting.md",
+        "tutorials/serve-a-model.md",
+    )
     guides = {ROOT / "docs" / name for name in names}
     return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ZERO_SHOT_PAGE}
 
