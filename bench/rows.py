@@ -1,6 +1,6 @@
 """A million rows on a small machine: speed beside the bare network, memory over time, and 20 kills.
 
-    python bench/rows.py MODEL [--images FOLDER] [--rows 1000000] [--kills 20] [--image-size 64] [--work FOLDER]
+    python bench/rows.py MODEL [--images FOLDER] [--rows 1000000] [--kills 20] [--image-size 32] [--work FOLDER]
 
 The images of the folder, or noise drawn here, are packed into shards of 10,000, and these are listed under other names
 until there are enough rows. MODEL is adapted to the small images. Then, each in a process of its own with the same
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=20, help="of the network alone, and of decoding alone")
     parser.add_argument(
         "--work", type=Path, help="a folder for the shards and the rows; by default one that is removed"

@@ -221,7 +221,7 @@ def test_the_other_commands_and_the_python_of_a_page_run(page: Path, place: Path
         assert recipes.load_recipe(place / "my.toml") == recipes.get_recipe("digits")
 
 
-@pytest.mark.parametrize("page", ["figures.md", "predicting.md"])
+@pytest.mark.parametrize("page", ["figures.md", "large-collections.md", "predicting.md"])
 def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
     """With the files that every page names: a model, cat.jpg and dog.jpg."""
     for number, name in enumerate(("cat.jpg", "dog.jpg")):

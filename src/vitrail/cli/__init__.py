@@ -49,24 +49,6 @@ COMMAND_GROUPS = {
             "evaluation.PredictArguments",
             "vitrail predict runs/finetune holiday/*.jpg --top 3",
         ),
-        "merge": Command(
-            "merge the parts that predict --part wrote to one file",
-            "merge.run",
-            "evaluation.MergeArguments",
-            "vitrail merge rows.parquet",
-        ),
-        "index": Command(
-            "make the features of images searchable",
-            "index.run",
-            "search.IndexArguments",
-            "vitrail index features.npy --out photos.index",
-        ),
-        "search": Command(
-            "find the images of an index most similar to yours",
-            "search.run",
-            "search.SearchArguments",
-            "vitrail search photos.index cat.jpg --top 20",
-        ),
         "serve": Command(
             "serve models over HTTP, with a web page to try them",
             "serve.run",
@@ -110,6 +92,26 @@ COMMAND_GROUPS = {
             "figures.run",
             "evaluation.FiguresArguments",
             "vitrail figures runs/finetune holiday/*.jpg --out figures",
+        ),
+    },
+    "large collections": {
+        "merge": Command(
+            "merge the parts that predict --part wrote to one file",
+            "merge.run",
+            "evaluation.MergeArguments",
+            "vitrail merge rows.parquet",
+        ),
+        "index": Command(
+            "make the features of images searchable",
+            "index.run",
+            "search.IndexArguments",
+            "vitrail index features.npy --out photos.index",
+        ),
+        "search": Command(
+            "find the images of an index most similar to yours",
+            "search.run",
+            "search.SearchArguments",
+            "vitrail search photos.index cat.jpg --top 20",
         ),
     },
     "models and formats": {

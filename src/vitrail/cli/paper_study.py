@@ -184,7 +184,7 @@ def _print_plan(name: str, paper_study: PaperStudy, recipe: Recipe, arguments: P
     output.print_table(table, right=range(1, len(table[0])))
     total = sum(row["runs"] * row["gpu_days"] for row in rows)
     runs = pluralize(sum(row["runs"] for row in rows), "run")
-    print(f"\n{runs} on {arguments.data} ({images:,} images): {total:,.3g} {days}, transfer not counted")
+    print(f"\n{runs} on {arguments.data} ({pluralize(images, 'image')}): {total:,.3g} {days}, transfer not counted")
     print(f"the paper: {paper_study.paper}")
 
 

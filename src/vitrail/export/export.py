@@ -28,6 +28,7 @@ from vitrail.export.graph import (
     name_outputs,
     prepare_for_export,
 )
+from vitrail.formatting import pluralize
 from vitrail.model.resnet import BiT
 from vitrail.weights.trained import Trained, require_preprocess, require_trained
 
@@ -247,7 +248,7 @@ def _build_exported_model(path: Path, metadata: dict[str, Any], run: GraphRunner
         multi_label = metadata["multi_label"] is True
         label_thresholds = tuple(float(value) for value in metadata.get(THRESHOLDS_KEY, ()))
         if len(label_thresholds) not in (0, len(labels)):
-            raise ValueError(f"{len(label_thresholds)} label thresholds for {len(labels)} labels")
+            raise ValueError(f"{pluralize(len(label_thresholds), 'threshold')} for {pluralize(len(labels), 'label')}")
     except (UsageError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
     return ExportedModel(path, run, preprocess, channels, labels, multi_label, temperature, threshold, label_thresholds)
