@@ -33,7 +33,9 @@ __all__ = ["Neighbor", "SearchResult", "index", "search"]
 
 
 class Neighbor(NamedTuple):
-    """An image of an index that is near to a query. A `SearchResult` holds several.
+    """An image of an index that is near to a query.
+
+    A `SearchResult` holds several.
 
     vitrail.embed("model.safetensors", "photos", out="features.npy")
     vitrail.index("features.npy", "photos.index")
