@@ -37,10 +37,10 @@ class Neighbor(NamedTuple):
 
     A `SearchResult` holds several.
 
-    vitrail.embed("model.safetensors", "photos", out="features.npy")
-    vitrail.index("features.npy", "photos.index")
-    neighbor = vitrail.search("photos.index", "cat.jpg", top=3)[0].neighbors[0]
-    print(neighbor.image, neighbor.similarity, neighbor.row)
+        vitrail.embed("model.safetensors", "photos", out="features.npy")
+        vitrail.index("features.npy", "photos.index")
+        neighbor = vitrail.search("photos.index", "cat.jpg", top=3)[0].neighbors[0]
+        print(neighbor.image, neighbor.similarity, neighbor.row)
     """
 
     image: str
