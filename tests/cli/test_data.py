@@ -347,3 +347,4 @@ def test_pairs_by_features_are_listed_beside_the_fingerprints(tmp_path: Path, ca
     assert f"{first['score']:.2f}: {names}" in out
     assert len(report["leave_out"]) == 1  # the equal file; pairs by features are for eyes
     assert "above 0 and at most 1" in run("data", "check", "./set", *options[:3], "2", capsys=capsys)[2]
+    assert "add --embedding MODEL" in run("data", "check", "./set", "--threshold", "0.6", capsys=capsys)[2]

@@ -257,6 +257,8 @@ def test_the_schema_names_every_route_and_its_problems(client: TestClient) -> No
         "/v1/explain",
         "/v1/attention",
         "/v1/models",
+        "/v1/search",
+        "/v1/thumbnail",
         "/v1/classes",
         "/healthz",
         "/readyz",

@@ -34,12 +34,14 @@ __all__ = ["Neighbor", "SearchResult", "index", "search"]
 
 
 class Neighbor(NamedTuple):
-    """An image of an index that is near to a query. A `SearchResult` holds several.
+    """An image of an index that is near to a query.
 
-    vitrail.embed("model.safetensors", "photos", out="features.npy")
-    vitrail.index("features.npy", "photos.index")
-    neighbor = vitrail.search("photos.index", "cat.jpg", top=3)[0].neighbors[0]
-    print(neighbor.image, neighbor.similarity, neighbor.row)
+    A `SearchResult` holds several.
+
+        vitrail.embed("model.safetensors", "photos", out="features.npy")
+        vitrail.index("features.npy", "photos.index")
+        neighbor = vitrail.search("photos.index", "cat.jpg", top=3)[0].neighbors[0]
+        print(neighbor.image, neighbor.similarity, neighbor.row)
     """
 
     image: str

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from vitrail.api.models import load_trained
 from vitrail.cli import output
 from vitrail.cli.arguments.data import (
     CheckArguments,
@@ -21,10 +22,13 @@ from vitrail.data.pack import pack
 from vitrail.data.relabel import relabel_dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
+from vitrail.evaluation.feature_duplicates import DEFAULT_THRESHOLD, extract_scan_features, find_feature_duplicates
 from vitrail.files import get_data_home, write_atomically
 from vitrail.formatting import format_bytes, format_count, pluralize
+from vitrail.inference.cosine_search import check_threshold
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.workers import count_available_cores, count_loader_workers
+from vitrail.weights.trained import Trained
 
 _MAX_LISTED = 20
 _SLOW_COMPARISON_IMAGES = 20_000
@@ -63,6 +67,7 @@ def check_dataset(arguments: CheckArguments) -> None:
 
 
 def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict[str, Any]:
+    trained = _load_embedding_model(arguments)
     other = None if arguments.against is None else keep_eval_splits(open_dataset(arguments.against))
     output.print_note(f"data: {dataset.name}")
     max_decoded = num_images if arguments.decode_all else image_scan.MAX_DECODED_IMAGES
@@ -73,31 +78,35 @@ def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict
         other_scan = None if other is None else image_scan.scan_dataset(other, progress=progress)
     if len(scan.fingerprinted_images) > _SLOW_COMPARISON_IMAGES:
         output.print_note("looking for duplicates (two minutes for 100,000 images)")
-    pairs = None if arguments.embedding is None else _find_embedding_pairs(scan, arguments.embedding, arguments)
+    pairs = None if trained is None else _find_embedding_pairs(scan, trained, arguments)
     return audit_dataset(scan, other_scan, pairs)
 
 
-def _find_embedding_pairs(scan: image_scan.DatasetScan, model: str, arguments: CheckArguments) -> EmbeddingPairs:
-    """The probable duplicates by the features of a model."""
-    from vitrail.api.models import load_trained
-    from vitrail.evaluation import feature_duplicates
+def _load_embedding_model(arguments: CheckArguments) -> Trained | None:
+    """The model of --embedding, loaded before the images are read; None without the option."""
+    if arguments.threshold is not None:
+        if arguments.embedding is None:
+            raise UsageError(f"--threshold {arguments.threshold:g} is of pairs by features: add --embedding MODEL")
+        check_threshold(arguments.threshold)
+    if arguments.embedding is None:
+        return None
+    trained = load_trained(arguments.embedding, output.print_note)
+    return dataclasses.replace(trained, model=trained.model.to(resolve_device(arguments.compute.device)))
 
-    device = resolve_device(arguments.compute.device)
-    trained = load_trained(model, output.print_note)
-    trained = dataclasses.replace(trained, model=trained.model.to(device))
+
+def _find_embedding_pairs(scan: image_scan.DatasetScan, trained: Trained, arguments: CheckArguments) -> EmbeddingPairs:
+    """The probable duplicates by the features of a model."""
+    assert arguments.embedding is not None
+    batch, workers = arguments.compute.batch, count_loader_workers(arguments.compute.workers)
+    threshold = DEFAULT_THRESHOLD if arguments.threshold is None else arguments.threshold
     with output.show_progress("computing features") as progress:
-        found = feature_duplicates.extract_scan_features(
-            trained,
-            scan,
-            batch=arguments.compute.batch,
-            workers=count_loader_workers(arguments.compute.workers),
-            progress=progress,
-        )
+        found = extract_scan_features(trained, scan, batch=batch, workers=workers, progress=progress)
+    device = next(trained.model.parameters()).device
     with output.show_progress("comparing features") as progress:
-        pairs = feature_duplicates.find_feature_duplicates(
-            found.values, arguments.threshold, device=device, progress=progress
-        )
-    return EmbeddingPairs(model, arguments.threshold, len(found.images), found.images[pairs.rows], pairs.similarities)
+        pairs = find_feature_duplicates(found.values, threshold, device=device, progress=progress)
+    return EmbeddingPairs(
+        arguments.embedding, threshold, len(found.images), found.images[pairs.rows], pairs.similarities
+    )
 
 
 def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -> str:

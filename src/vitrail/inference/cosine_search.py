@@ -166,6 +166,12 @@ def _make_pinned_loader(rows: Rows, device: torch.device, size: int) -> Callable
 # --- all pairs -------------------------------------------------------------------------------------------------------
 
 
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold that no similarity has, or that all may have."""
+    if not 0 < threshold <= 1:
+        raise UsageError(f"the threshold is {threshold}; it must be above 0 and at most 1")
+
+
 def find_similar_pairs(
     rows: Rows,
     threshold: float,
@@ -178,8 +184,7 @@ def find_similar_pairs(
 
     `offsets` (n,) of both rows are subtracted from a similarity before it is compared and returned.
     """
-    if not 0 < threshold <= 1:
-        raise UsageError(f"the threshold is {threshold}; it must be above 0 and at most 1")
+    check_threshold(threshold)
     pairs, similarities, count = list[NDArray[np.int64]](), list[NDArray[np.float32]](), 0
     blocks = range(0, len(rows), _PAIR_BLOCK)
     load = _make_loader(rows, torch.device(device))

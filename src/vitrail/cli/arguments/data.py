@@ -13,6 +13,7 @@ from vitrail.cli.options import (
     InferenceOptions,
     ModelOption,
     Number,
+    OptionalDecimal,
     OptionalFolder,
     Output,
     OutputOptions,
@@ -40,8 +41,9 @@ class CheckArguments:
     embedding: Annotated[str | None, arg(metavar="MODEL")] = None
     """Also look for near-duplicates by the features of a model, which finds others: rotated, framed or strongly cropped
     images. The pairs are listed to be looked at; none is left out."""
-    threshold: Annotated[float, arg(metavar="N")] = 0.5
-    """Score from which --embedding lists a pair; a lower one finds more duplicates and more false pairs."""
+    threshold: OptionalDecimal = None
+    """Score from which --embedding lists a pair; a lower one finds more duplicates and more false pairs. Default:
+    0.5."""
     skip_bad: bool = False
     """Exit with code 0 even if there are bad images."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("data_report.json")

@@ -112,6 +112,7 @@ async function show(chosen) {
     panels = fresh;
     get("panels").replaceChildren(...panels.map(each => each.element));
     get("panels").classList.toggle("two", panels.length > 1);
+    get("similar").hidden = true;
     get("shown").hidden = false;
     document.body.classList.add("asked");
     get("status").textContent = said.join(" ");
