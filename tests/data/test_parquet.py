@@ -202,7 +202,7 @@ def test_an_epoch_reads_each_row_group_once_within_the_memory_of_a_window(
     """Random noise of one size: 40 row groups of 5 images, and memory for about 4 of them."""
     cells = [os.urandom(1000) for _ in range(200)]
     file = write_table(tmp_path / "train.parquet", {"image": cells, "label": [0, 1] * 100}, rows=5)
-    group_bytes = parquet_files.measure_row_group(str(file), 0, "image")
+    group_bytes = parquet_files.measure_row_group(str(file), 0)
     monkeypatch.setattr(parquet, "_WINDOW_BYTES", 4 * group_bytes + group_bytes // 2)
     reads = count_reads(monkeypatch)
     train = open_dataset(str(file)).splits["train"]

@@ -64,8 +64,6 @@ class ParquetStore:
         load = partial(parquet_files.read_row_group, path, number, self.column)
         cells = self._get_cache().get(group, num_bytes, load)
         index = row - int(self.table["group.first"][group])
-        if index >= len(cells):
-            raise DataError(f"{path} has changed since it was opened; run the command again")
         return parquet_files.get_image(cells, index, path, self.get_name(row))
 
     def _get_cache(self) -> RowGroupCache:
@@ -156,7 +154,7 @@ def _list_row_groups(source: _Source) -> tuple[dict[str, Array], int]:
             files.append(file)
             numbers.append(number)
             sizes.append(ends[number + 1] - ends[number])
-            num_bytes.append(parquet_files.measure_row_group(path, number, source.column.name))
+            num_bytes.append(parquet_files.measure_row_group(path, number))
             first_of_file.append(total)
         total += layout.num_rows
     if max(num_bytes) > _MAX_GROUP_BYTES:
