@@ -263,3 +263,14 @@ def test_a_store_travels_without_what_it_has_read(tmp_path: Path) -> None:
     packet = pickle.dumps(split.store)
     assert len(packet) < 1000
     assert pickle.loads(packet).read(7) == content
+
+
+def test_held_out_rows_stay_held_out_when_a_file_is_added(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", {"image": make_cells(40), "label": [0, 1] * 20})
+    before = open_dataset(str(tmp_path))
+    write_table(tmp_path / "b.parquet", {"image": make_cells(40, 40), "label": [0, 1] * 20})
+    after = open_dataset(str(tmp_path))
+    for name in ("val", "test"):
+        held_out = {row[0] for row in read_all(before, name)}
+        assert held_out
+        assert held_out <= {row[0] for row in read_all(after, name)}
