@@ -202,7 +202,7 @@ def test_an_epoch_reads_each_row_group_once_within_the_memory_of_a_window(
     """Random noise of one size: 40 row groups of 5 images, and memory for about 4 of them."""
     cells = [os.urandom(1000) for _ in range(200)]
     file = write_table(tmp_path / "train.parquet", {"image": cells, "label": [0, 1] * 100}, rows=5)
-    group_bytes = parquet_files.measure_row_group(str(file), 0, "image")
+    group_bytes = parquet_files.measure_row_group(str(file), 0)
     monkeypatch.setattr(parquet, "_WINDOW_BYTES", 4 * group_bytes + group_bytes // 2)
     reads = count_reads(monkeypatch)
     train = open_dataset(str(file)).splits["train"]
@@ -263,3 +263,14 @@ def test_a_store_travels_without_what_it_has_read(tmp_path: Path) -> None:
     packet = pickle.dumps(split.store)
     assert len(packet) < 1000
     assert pickle.loads(packet).read(7) == content
+
+
+def test_held_out_rows_stay_held_out_when_a_file_is_added(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", {"image": make_cells(40), "label": [0, 1] * 20})
+    before = open_dataset(str(tmp_path))
+    write_table(tmp_path / "b.parquet", {"image": make_cells(40, 40), "label": [0, 1] * 20})
+    after = open_dataset(str(tmp_path))
+    for name in ("val", "test"):
+        held_out = {row[0] for row in read_all(before, name)}
+        assert held_out
+        assert held_out <= {row[0] for row in read_all(after, name)}

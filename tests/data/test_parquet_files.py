@@ -1,6 +1,8 @@
 """Parquet files as PATHS: their images in order, under the names of their columns, in little memory."""
 
+import contextlib
 import os
+import random
 import threading
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from tests.data.image_files import encode_image, make_image, write_image_folder
 from tests.data.parquet_tables import make_cells, write_hub_files, write_table
 from vitrail.data import parquet_files
 from vitrail.data.image_paths import ImageRef, iter_image_refs
+from vitrail.data.sources import open_dataset
+from vitrail.errors import VitrailError
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vitrail[parquet]'")
 
@@ -74,6 +78,30 @@ def test_a_damaged_file_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     damaged, good = list_refs(tmp_path / "*.parquet")
     assert "a.parquet cannot be read as Parquet" in damaged.error
     assert good.read() == make_cells(1)[0]
+
+
+def test_damage_anywhere_is_an_error_of_vitrail(tmp_path: Path) -> None:
+    """Bytes are changed at random, mostly in the footer: what pyarrow reports is named, and nothing else is raised."""
+    columns = {"image": make_cells(8), "label": ["a", "b"] * 4}
+    content = write_table(tmp_path / "test.parquet", columns, rows=4).read_bytes()
+    rng, refused = random.Random(7), 0
+    for number in range(40):
+        damaged = bytearray(content)
+        for _ in range(4):
+            start = len(content) - 800 if rng.random() < 0.7 else 0
+            damaged[rng.randrange(start, len(content))] = rng.randrange(256)
+        file = tmp_path / f"{number}-test.parquet"
+        file.write_bytes(damaged)
+        try:
+            split = open_dataset(str(file)).splits["test"]
+            for index in range(len(split)):
+                split.read_image(index)
+        except VitrailError:
+            refused += 1
+        for ref in list_refs(file):
+            with contextlib.suppress(VitrailError):
+                ref.read()
+    assert refused >= 20
 
 
 def test_a_large_row_group_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

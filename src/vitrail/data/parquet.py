@@ -64,8 +64,6 @@ class ParquetStore:
         load = partial(parquet_files.read_row_group, path, number, self.column)
         cells = self._get_cache().get(group, num_bytes, load)
         index = row - int(self.table["group.first"][group])
-        if index >= len(cells):
-            raise DataError(f"{path} has changed since it was opened; run the command again")
         return parquet_files.get_image(cells, index, path, self.get_name(row))
 
     def _get_cache(self) -> RowGroupCache:
@@ -90,11 +88,11 @@ def open_parquet_dataset(name: str, *, holdout_fraction: float = 0.1) -> Dataset
     paths = parquet_files.find_parquet_files(location)
     folder, files = split_common_folder(paths)
     column = _choose_image_column(paths, choice)
-    identity = f"{folder}/{','.join(files)} {sorted(choice.items())}"
+    source = _Source(paths, folder, files, choice, column)
     table = sample_table.load_or_build_table(
-        f"parquet 1 {identity} {holdout_fraction}",
+        f"parquet {folder} {' '.join(files)} {sorted(choice.items())} {holdout_fraction}",
         lambda: paths,
-        lambda: _build_columns(_Source(paths, folder, files, choice, column), identity, holdout_fraction),
+        lambda: _build_columns(source, holdout_fraction),
     )
     if column.holds_paths:
         return build_dataset(name, FileStore(folder, table))
@@ -124,9 +122,7 @@ def _choose_image_column(paths: Sequence[str], choice: ColumnChoice) -> ImageCol
     return column
 
 
-def _build_columns(
-    source: _Source, identity: str, holdout_fraction: float
-) -> tuple[Mapping[str, Array], dict[str, Any]]:
+def _build_columns(source: _Source, holdout_fraction: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
     """The columns and metadata of the table: of rows and, under names that begin with group, of row groups."""
     if not any(parquet_files.read_layout(path).num_rows for path in source.paths):
         raise DataError(f"{source.paths[0]} holds no image: it has no row")
@@ -140,7 +136,7 @@ def _build_columns(
     labels, classes, notes = _read_labels(source)
     columns |= labels
     split = holdout.complete_splits(
-        _read_splits(source), columns, get_name, identity=identity, holdout_fraction=holdout_fraction
+        _read_splits(source), columns, get_name, identity=str(source.folder), holdout_fraction=holdout_fraction
     )
     return columns | {"split": split.column}, split.build_metadata(classes, notes) | own_metadata
 
@@ -156,7 +152,7 @@ def _list_row_groups(source: _Source) -> tuple[dict[str, Array], int]:
             files.append(file)
             numbers.append(number)
             sizes.append(ends[number + 1] - ends[number])
-            num_bytes.append(parquet_files.measure_row_group(path, number, source.column.name))
+            num_bytes.append(parquet_files.measure_row_group(path, number))
             first_of_file.append(total)
         total += layout.num_rows
     if max(num_bytes) > _MAX_GROUP_BYTES:

@@ -74,7 +74,6 @@ def is_parquet_pattern(name: str) -> bool:
 def find_parquet_files(location: str) -> list[str]:
     """The paths or URLs of the files of a pattern or a folder, sorted. What was read of earlier files is forgotten."""
     read_layout.cache_clear()
-    measure_row_group.cache_clear()
     _open_block_reader.cache_clear()
     is_pattern = location.lower().endswith(SUFFIX) and not _is_folder(location)
     files = _list_pattern(location) if is_pattern else _list_folder(location)
@@ -150,19 +149,14 @@ def read_layout(path: str) -> FileLayout:
     with open_parquet(path) as file:
         metadata = file.metadata
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        if min(sizes, default=0) < 0 or sum(sizes) != metadata.num_rows:
+            raise DataError(f"{path} is damaged: its row groups do not have the {metadata.num_rows} rows of the file")
         return FileLayout(file.schema_arrow, metadata, tuple(np.cumsum(sizes, dtype=np.int64).tolist()))
 
 
-@functools.lru_cache(maxsize=4096)
-def measure_row_group(path: str, group: int, column: str) -> int:
-    """The bytes of a column in a row group, decompressed."""
-    row_group = read_layout(path).metadata.row_group(group)
-    chunks = (row_group.column(number) for number in range(row_group.num_columns))
-    return sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema == column or chunk.path_in_schema.startswith(f"{column}.")
-    )
+def measure_row_group(path: str, group: int) -> int:
+    """The bytes of a row group, decompressed; of all columns: asked for one, pyarrow may abort over a damaged file."""
+    return int(read_layout(path).metadata.row_group(group).total_byte_size)
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
@@ -302,6 +296,8 @@ def read_row_group(path: str, group: int, column: str) -> Any:
 
 def get_image(cells: Any, index: int, path: str, name: str) -> Path | bytes:
     """An image of a column: bytes, or the path of a file that stands for them; a remote file is read."""
+    if index >= len(cells):
+        raise DataError(f"{path} is damaged, or has changed since it was opened: it lacks the row of {name}")
     value = cells[index].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if content is None and isinstance(value, dict) and value.get("path"):
@@ -354,7 +350,7 @@ class _BlockReader:
             cells = None
             while self._next <= block.number:
                 self._source = None  # unless the read succeeds
-                cells = next(self._blocks)
+                cells = next(self._blocks, ())
                 self._source, self._next = source, self._next + 1
             return cells
 
@@ -377,7 +373,7 @@ def read_row(path: str, column: str, row: int, name: str) -> Path | bytes:
     layout = read_layout(path)
     group = int(np.searchsorted(layout.group_ends, row, side="right"))
     start = layout.group_ends[group - 1] if group else 0
-    rows, num_bytes = layout.group_ends[group] - start, measure_row_group(path, group, column)
+    rows, num_bytes = layout.group_ends[group] - start, measure_row_group(path, group)
     block_rows = max(1, min(rows, rows * _BLOCK_BYTES // max(1, num_bytes)))
     number, index = divmod(row - start, block_rows)
     block = _RowBlock(path, column, group, number, block_rows)
