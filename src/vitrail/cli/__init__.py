@@ -234,7 +234,7 @@ COMMAND_GROUPS = {
             "vitrail study size --data tiny-imagenet",
         ),
         "study resolution": Command(
-            "fine-tune at a higher resolution, with and without resampled positions",
+            "fine-tune at a higher resolution, with resampled positions",
             "paper_study.run_resolution",
             "studies.PaperStudyArguments",
             "vitrail study resolution --data tiny-imagenet",
