@@ -35,9 +35,10 @@ lint: .venv/.dev
 
 # Compared with, never depended on: timm, torchvision, open_clip and PEFT without their dependencies, or they would
 # replace torch (ftfy is what open_clip's tokenizer imports); accelerate for transformers' Trainer, which bench/
-# measures, and for PEFT. Ray and Spark run vitrail in their workers; faiss, usearch and Lance read its Parquet files.
+# measures, and for PEFT. Ray and Spark run vitrail in their workers; faiss, usearch and Lance read its Parquet files;
+# kubeflow-trainer-api has the schema of a TrainJob.
 peers: .venv/.dev
-	$(PIP) --no-deps timm torchvision open_clip_torch ftfy peft
+	$(PIP) --no-deps timm torchvision open_clip_torch ftfy peft kubeflow-trainer-api
 	$(PIP) accelerate ray pyspark cleanlab faiss-cpu usearch pylance
 
 # For the tests of pages, which skip without it: Debian's, as root.

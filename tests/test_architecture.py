@@ -56,10 +56,11 @@ def count_lines(node: Function) -> int:
 
 def test_the_public_names_are_these() -> None:
     names = [
-        "Classifier", "Conversion", "Evaluation", "Figures", "Logger", "LossFunction", "Prediction", "PredictionList",
-        "PreprocessConfig", "ProbeResult", "Recipe", "Run", "Server", "StepEnd", "Trained", "ValidationResult", "adapt",
-        "attention_maps", "convert", "create", "dense", "embed", "errors", "evaluate", "figures", "finetune", "load",
-        "load_recipe", "predict", "probe", "save", "serve", "train", "zero_shot",
+        "Classifier", "Conversion", "Decoder", "Evaluation", "FeatureIndex", "Figures", "Logger", "LossFunction",
+        "Neighbor", "Prediction", "PredictionList", "PreprocessConfig", "ProbeResult", "Recipe", "Run", "Scorer",
+        "SearchResult", "Server", "StepEnd", "Suspects", "Trained", "ValidationResult", "adapt", "attention_maps",
+        "convert", "create", "dense", "embed", "errors", "evaluate", "figures", "finetune", "index", "load",
+        "load_recipe", "predict", "probe", "save", "search", "serve", "suspects", "train", "zero_shot",
     ]  # fmt: skip
     assert vitrail.__all__ == names
     for name in sorted(set(names) - {"LossFunction", "errors"}):  # a type without a name, and a module

@@ -172,7 +172,9 @@ def list_options(arguments: type[Any]) -> dict[str, str]:
     return options
 
 
-@pytest.mark.parametrize("verb", ["convert", "evaluate", "figures", "finetune", "predict", "probe", "serve", "train"])
+@pytest.mark.parametrize(
+    "verb", ["convert", "evaluate", "figures", "finetune", "index", "predict", "probe", "search", "serve", "train"]
+)
 def test_the_page_of_python_names_every_keyword_that_is_not_the_option(verb: str) -> None:
     module, _, group = cli.COMMANDS[verb].arguments.partition(".")
     options = list_options(getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group))

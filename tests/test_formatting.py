@@ -12,6 +12,7 @@ from vitrail.formatting import format_rate, pluralize
 
 COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
 NEVER_ONE = {
+    "api/conversion.py: MIN_IMAGES",
     "visualization/all_figures.py: PAPER_IMAGES",
     "api/figures.py: len(images)",  # "draws all"
     "visualization/cka.py: MIN_BATCH",

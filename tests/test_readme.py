@@ -19,7 +19,9 @@ import pytest
 
 import vitrail
 from tests import text_towers
+from tests.conftest import peer
 from tests.data.image_files import make_image, write_image_folder
+from tests.inference.feature_rows import make_features, write_parquet
 from tests.network import run_watched
 from vitrail import cli, recipes
 from vitrail.config import PreprocessConfig
@@ -219,7 +221,7 @@ def test_the_other_commands_and_the_python_of_a_page_run(page: Path, place: Path
         assert recipes.load_recipe(place / "my.toml") == recipes.get_recipe("digits")
 
 
-@pytest.mark.parametrize("page", ["figures.md", "predicting.md"])
+@pytest.mark.parametrize("page", ["figures.md", "large-collections.md", "predicting.md"])
 def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
     """With the files that every page names: a model, cat.jpg and dog.jpg."""
     for number, name in enumerate(("cat.jpg", "dog.jpg")):
@@ -260,14 +262,39 @@ def test_the_python_of_the_tutorial_on_serving_serves(place: Path) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", ended.stdout)
 
 
+def test_the_python_of_the_page_on_search_finds_images(place: Path) -> None:
+    make_image(0).save(place / "cat.jpg")
+    write_image_folder(place / "photos", each=3)
+    python = find_blocks(ROOT / "docs" / "search.md", "python")[0].replace("model.safetensors", "b16.safetensors")
+    assert len(run(["-c", python], place).splitlines()) == 3
+
+
+@pytest.mark.parametrize(("name", "number"), [("faiss", 2), ("usearch", 3), ("lance", 4)])
+def test_other_search_engines_read_the_parquet_of_features(name: str, number: int, tmp_path: Path) -> None:
+    """Each finds what the index finds: the example on its page asks for the neighbors of the first row."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install '.[parquet]'")
+    peer(name)
+    names, features = [f"{number}.jpg" for number in range(60)], make_features(0, 60)
+    write_parquet(tmp_path / "features.parquet", names, features, ["", "truncated"] + [""] * 58)
+    vitrail.index(tmp_path / "features.parquet", tmp_path / "index", dtype="float32", progress=False)
+    [expected] = vitrail.search(tmp_path / "index", "0.jpg", by_name=True, top=5, device="cpu", progress=False)
+    blocks = find_blocks(ROOT / "docs" / "search.md", "python")
+    ended = subprocess.run(
+        [sys.executable, "-c", blocks[1] + blocks[number]], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"{[neighbor.image for neighbor in expected.neighbors]}\n"
+
+
 def strip_blocks(page: Path) -> str:
     """A page without its blocks that state a language."""
     return re.sub(r"^```\w+\n.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def list_tested_python() -> set[Path]:
-    names = ("exporting.md", "figures.md", "predicting.md", "tutorials/serve-a-model.md")  # tests/export/test_docs.py
-    guides = {ROOT / "docs" / name for name in names}
+    # the first by tests/export/test_docs.py
+    names = ("exporting", "figures", "large-collections", "predicting", "search", "tutorials/serve-a-model")
+    guides = {ROOT / "docs" / f"{name}.md" for name in names}
     return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ZERO_SHOT_PAGE}
 
 

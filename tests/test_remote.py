@@ -17,12 +17,14 @@ from tests import s3_server
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.image_files import encode_image, list_names, make_image, read_contents, write_image_folder
+from tests.data.parquet_tables import make_cells, write_table
 from tests.s3_server import S3
 from tests.training.test_training_run import build_recipe
 from vitrail import remote
 from vitrail.data import pack as pack_module
 from vitrail.data import shards
 from vitrail.data.dataset import Dataset
+from vitrail.data.image_paths import iter_image_refs
 from vitrail.data.shards import Sample
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
@@ -307,3 +309,35 @@ def test_a_folder_of_a_store_is_checked_and_measured_as_here(store: S3, tmp_path
     sizes = [pack_module._measure_image_bytes(split, index) for index in range(len(split))]
     assert not store.requests  # packing asks for every size first, and for every image but once
     assert sizes == [len(image) for _, image in split.read_images(range(len(split))) if isinstance(image, bytes)]
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_files_on_a_store_are_the_same_as_here_with_few_requests(store: S3, tmp_path: Path) -> None:
+    """As DATA and as PATHS, from bytes and from paths beside them."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vitrail[parquet]'")
+    root = tmp_path / "set"
+    cells = make_cells(24)
+    for split, rows in (("train", slice(0, 16)), ("val", slice(16, 24))):
+        labels = ["rose", "tulip"] * (len(cells[rows]) // 2)
+        write_table(root / f"{split}-0.parquet", {"image": cells[rows], "label": labels})
+    (root / "photos").mkdir()
+    (root / "photos" / "0.jpg").write_bytes(cells[0])
+    write_table(root / "lists" / "test.parquet", {"path": ["../photos/0.jpg"], "label": ["rose"]})
+    url = uploaded(store, root)
+    here, there = open_dataset(f"{root}/*.parquet"), open_dataset(f"{url}/*.parquet")
+    alike(here, there)
+    train = open_dataset(f"{url}/*.parquet").splits["train"]
+    store.requests.clear()
+    assert [content for _, content in train.read_images(range(16))] == cells[:16]
+    reads = [line for line in store.requests if line.startswith("GET")]
+    assert len(reads) == 4, reads  # a request for each row group of four
+    refs = list(iter_image_refs([f"{url}/val-0.parquet"]))
+    assert [ref.name for ref in refs] == [f"{url}/val-0.parquet#{row}" for row in range(8)]
+    assert [ref.read() for ref in refs] == cells[16:]
+    assert [ref.read() for ref in iter_image_refs([f"{url}/lists/test.parquet"])] == cells[:1]
+    assert open_dataset(f"{url}/lists/test.parquet").splits["test"].read_image(0) == cells[0]
+    store.objects[f"{url.removeprefix('s3://')}/damaged.parquet"] = b"PAR1 but no footer"
+    with pytest.raises(DataError, match=r"damaged.parquet cannot be read as Parquet"):
+        open_dataset(f"{url}/damaged.parquet")

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from vitrail import errors as errors  # light, and needed to catch what the functions raise
+from vitrail.runtime.waiting_threads import let_threads_sleep as _let_threads_sleep
 
 if TYPE_CHECKING:
     from vitrail.api.checked_functions import adapt, create, load, load_recipe, save
@@ -13,11 +14,15 @@ if TYPE_CHECKING:
     from vitrail.api.prediction import dense, embed, predict
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
+    from vitrail.api.scoring import Decoder, Scorer
+    from vitrail.api.search import Neighbor, SearchResult, index, search
     from vitrail.api.serve import Server, serve
+    from vitrail.api.suspects import Suspects, suspects
     from vitrail.api.training import finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
+    from vitrail.inference.feature_index import FeatureIndex
     from vitrail.model.vit import attention_maps
     from vitrail.training.loop import StepEnd
     from vitrail.training.losses import LossFunction
@@ -28,18 +33,24 @@ __version__ = "0.1.0"
 _HOMES = {  # the module of each public name
     "Classifier": "inference.classifier",
     "Conversion": "api.conversion",
+    "Decoder": "api.scoring",
     "Evaluation": "api.evaluation",
+    "FeatureIndex": "inference.feature_index",
     "Figures": "api.figures",
     "Logger": "training.run_results",
     "LossFunction": "training.losses",
+    "Neighbor": "api.search",
     "Prediction": "api.prediction_list",
     "PredictionList": "api.prediction_list",
     "PreprocessConfig": "config",
     "ProbeResult": "api.evaluation",
     "Recipe": "config",
     "Run": "api.run",
+    "Scorer": "api.scoring",
+    "SearchResult": "api.search",
     "Server": "api.serve",
     "StepEnd": "training.loop",
+    "Suspects": "api.suspects",
     "Trained": "weights.trained",
     "ValidationResult": "training.run_results",
     "adapt": "api.checked_functions",
@@ -51,30 +62,39 @@ _HOMES = {  # the module of each public name
     "evaluate": "api.evaluation",
     "figures": "api.figures",
     "finetune": "api.training",
+    "index": "api.search",
     "load": "api.checked_functions",
     "load_recipe": "api.checked_functions",
     "predict": "api.prediction",
     "probe": "api.evaluation",
     "save": "api.checked_functions",
+    "search": "api.search",
     "serve": "api.serve",
+    "suspects": "api.suspects",
     "train": "api.training",
     "zero_shot": "api.zero_shot",
 }
 __all__ = [
     "Classifier",
     "Conversion",
+    "Decoder",
     "Evaluation",
+    "FeatureIndex",
     "Figures",
     "Logger",
     "LossFunction",
+    "Neighbor",
     "Prediction",
     "PredictionList",
     "PreprocessConfig",
     "ProbeResult",
     "Recipe",
     "Run",
+    "Scorer",
+    "SearchResult",
     "Server",
     "StepEnd",
+    "Suspects",
     "Trained",
     "ValidationResult",
     "adapt",
@@ -87,12 +107,15 @@ __all__ = [
     "evaluate",
     "figures",
     "finetune",
+    "index",
     "load",
     "load_recipe",
     "predict",
     "probe",
     "save",
+    "search",
     "serve",
+    "suspects",
     "train",
     "zero_shot",
 ]
@@ -103,6 +126,7 @@ def __getattr__(name: str) -> object:
     name = _OLD_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    _let_threads_sleep()
     return getattr(importlib.import_module(f"vitrail.{_HOMES[name]}"), name)
 
 

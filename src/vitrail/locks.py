@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 try:
     import fcntl
@@ -79,6 +79,15 @@ def hold_inheritable_lock(path: Path, resource: str) -> Iterator[tuple[int, ...]
         except BlockingIOError:
             raise LockedError(f"{resource} is in use by another process; wait for it, or end it") from None
         yield (file.fileno(),)
+
+
+@contextlib.contextmanager
+def open_locked(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to read and write for this process alone; create it if it is missing."""
+    with hold_lock(path.with_name(f".{path.name}.lock"), str(path)):
+        path.touch()
+        with path.open("r+b") as file:
+            yield file
 
 
 @contextlib.contextmanager

@@ -95,7 +95,9 @@ _DINOV3 = _DINOV2 | {
     "positions": "none",
     "rotary": RotaryConfig(places="normalized"),
 }
+_DINOV2_REGISTERS = _DINOV2 | {"registers": 4, "prefix_positions": False, "resample": "bicubic-antialias"}
 _CLIP = {"gelu": "quick", "norm_eps": 1e-5, "norm_pre": True, "resample": "bicubic-antialias"}
+_OPENCLIP = _CLIP | {"gelu": "erf"}
 _SIGLIP = {"class_token": False, "pool": "map"}
 _EVA02 = {
     "gated_mlp": True,
@@ -103,45 +105,76 @@ _EVA02 = {
     "rotary": RotaryConfig(places="index", base=10_000.0, reference=(16, 16)),
     "resample": "bicubic-antialias",
 }
+_EVA02_CLIP = _EVA02 | {"pool": "class", "mlp_norm": True, "attention_norm": True}
+_EVA01 = {"gelu": "erf", "pool": "mean-norm", "resample": "bicubic-antialias"}
+_MAE = {"gelu": "erf", "pool": "mean-norm", "resample": "bicubic"}
+_IJEPA = {"gelu": "erf", "class_token": False, "pool": "norm-mean", "resample": "bicubic"}
+_DEIT3 = {"gelu": "erf", "layer_scale": True, "prefix_positions": False, "resample": "bicubic"}
 _BEIT = {"gelu": "erf", "layer_scale": True, "positions": "relative-bias", "pool": "mean-norm", "resample": "bilinear"}
 _PE = {"gelu": "erf", "norm_eps": 1e-5, "norm_pre": True, "pool": "map", "pool_heads": 8, "pool_prefix": True}
 
 
-def _list_pe_fields(side: int, patch: int, projection: int) -> dict[str, Any]:
-    """What a Perception Encoder has: rotary positions that count from 1 on the grid it was trained at."""
+def _list_pe_fields(side: int, patch: int, projection: int, *, class_token: bool = True) -> dict[str, Any]:
+    """What a Perception Encoder has: rotary positions on the grid it was trained at, from 1 beside a class token."""
     grid = (side // patch, side // patch)
-    rotary = RotaryConfig(places="index", base=10_000.0, reference=grid, offset=1, order="xy")
+    rotary = RotaryConfig(places="index", base=10_000.0, reference=grid, offset=int(class_token), order="xy")
     size = {"image_size": (side, side), "projection": projection, "resample": "bicubic-antialias"}
-    return _PE | {"patch": patch, "rotary": rotary} | size
+    return _PE | {"patch": patch, "rotary": rotary, "class_token": class_token} | size
 
 
+_PE_GIGANTIC = _list_pe_fields(448, 14, 1280, class_token=False) | {"pool_mlp": 6144}
 FAMILIES: dict[str, tuple[ViTSize, dict[str, Any]]] = {
     "dinov2-s14":      (SIZES["s"], _DINOV2 | {"patch": 14}),  # Oquab et al. 2023
     "dinov2-b14":      (SIZES["b"], _DINOV2 | {"patch": 14}),
     "dinov2-l14":      (SIZES["l"], _DINOV2 | {"patch": 14}),
     "dinov2-g14":      (ViTSize(1536, 40, 4096, 24), _DINOV2 | {"patch": 14, "gated_mlp": True}),
+    "dinov2-reg-s14":  (SIZES["s"], _DINOV2_REGISTERS | {"patch": 14}),  # Darcet et al. 2024
+    "dinov2-reg-b14":  (SIZES["b"], _DINOV2_REGISTERS | {"patch": 14}),
+    "dinov2-reg-l14":  (SIZES["l"], _DINOV2_REGISTERS | {"patch": 14}),
+    "dinov2-reg-g14":  (ViTSize(1536, 40, 4096, 24), _DINOV2_REGISTERS | {"patch": 14, "gated_mlp": True}),
+    "eupe-ti16":       (SIZES["ti"], _DINOV3 | {"patch": 16}),  # its S and B are DINOv3's
     "dinov3-s16":      (SIZES["s"], _DINOV3 | {"patch": 16}),  # Siméoni et al. 2025
     "dinov3-s16plus":  (SIZES["s"], _DINOV3 | {"patch": 16, "gated_mlp": True}),
     "dinov3-b16":      (SIZES["b"], _DINOV3 | {"patch": 16}),
     "dinov3-l16":      (SIZES["l"], _DINOV3 | {"patch": 16}),
+    "dinov3-l16plus":  (SIZES["l"], _DINOV3 | {"patch": 16, "gated_mlp": True}),
     "dinov3-h16plus":  (ViTSize(1280, 32, 5120, 20), _DINOV3 | {"patch": 16, "gated_mlp": True}),
     "dinov3-7b16":     (ViTSize(4096, 40, 8192, 32), _DINOV3 | {"patch": 16, "gated_mlp": True, "qkv_bias": False}),
     "clip-b32":        (SIZES["b"], _CLIP | {"patch": 32, "projection": 512}),  # Radford et al. 2021
     "clip-b16":        (SIZES["b"], _CLIP | {"patch": 16, "projection": 512}),
     "clip-l14":        (SIZES["l"], _CLIP | {"patch": 14, "projection": 768}),
+    "clip-h14":        (SIZES["h"], _OPENCLIP | {"patch": 14, "projection": 1024}),  # Cherti et al. 2023
+    "clip-g14":        (SIZES["g"], _OPENCLIP | {"patch": 14, "projection": 1024}),
+    "clip-bigg14":     (SIZES["bigg"], _OPENCLIP | {"patch": 14, "projection": 1280}),
     "siglip-b16":      (SIZES["b"], _SIGLIP | {"patch": 16}),  # Zhai et al. 2023
     "siglip-l16":      (SIZES["l"], _SIGLIP | {"patch": 16}),
     "siglip-so400m14": (SIZES["so400m"], _SIGLIP | {"patch": 14}),
+    "siglip-so400m16": (SIZES["so400m"], _SIGLIP | {"patch": 16}),  # Tschannen et al. 2025, as the next
+    "siglip-g16":      (ViTSize(1536, 40, 6144, 16), _SIGLIP | {"patch": 16}),
+    "eva-g14":         (SIZES["g"], _EVA01 | {"patch": 14}),  # Fang et al. 2022
     "eva02-ti14":      (ViTSize(192, 12, 512, 3), _EVA02 | {"patch": 14}),  # Fang et al. 2023
     "eva02-s14":       (ViTSize(384, 12, 1024, 6), _EVA02 | {"patch": 14}),
     "eva02-b14":       (ViTSize(768, 12, 2048, 12), _EVA02 | {"patch": 14, "mlp_norm": True}),
     "eva02-l14":       (ViTSize(1024, 24, 2730, 16), _EVA02 | {"patch": 14, "mlp_norm": True}),
+    "eva02-clip-b16":  (ViTSize(768, 12, 2048, 12), _EVA02_CLIP | {"patch": 16, "projection": 512}),  # Sun et al. 2023
+    "eva02-clip-l14":  (ViTSize(1024, 24, 2730, 16), _EVA02_CLIP | {"patch": 14, "projection": 768}),
+    "mae-b16":         (SIZES["b"], _MAE | {"patch": 16}),  # He et al. 2022, as fine-tuned
+    "mae-l16":         (SIZES["l"], _MAE | {"patch": 16}),
+    "mae-h14":         (SIZES["h"], _MAE | {"patch": 14}),
+    "ijepa-h14":       (SIZES["h"], _IJEPA | {"patch": 14}),  # Assran et al. 2023
+    "ijepa-g16":       (SIZES["g"], _IJEPA | {"patch": 16}),
+    "deit3-s16":       (SIZES["s"], _DEIT3 | {"patch": 16}),  # Touvron et al. 2022
+    "deit3-m16":       (SIZES["m"], _DEIT3 | {"patch": 16}),
+    "deit3-b16":       (SIZES["b"], _DEIT3 | {"patch": 16}),
+    "deit3-l16":       (SIZES["l"], _DEIT3 | {"patch": 16}),
+    "deit3-h14":       (SIZES["h"], _DEIT3 | {"patch": 14}),
     "beit-b16":        (SIZES["b"], _BEIT | {"patch": 16}),  # Bao et al. 2022
     "beit-l16":        (SIZES["l"], _BEIT | {"patch": 16}),
     "pe-core-ti16":    (SIZES["ti"], _list_pe_fields(384, 16, 512)),  # Bolya et al. 2025
     "pe-core-s16":     (SIZES["s"], _list_pe_fields(384, 16, 512)),
     "pe-core-b16":     (SIZES["b"], _list_pe_fields(224, 16, 1024)),
     "pe-core-l14":     (SIZES["l"], _list_pe_fields(336, 14, 1024)),
+    "pe-core-g14":     (ViTSize(1536, 50, 8960, 16), _PE_GIGANTIC),
 }  # fmt: skip
 
 _VIT_PATTERN = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")

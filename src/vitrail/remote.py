@@ -61,6 +61,13 @@ def open_for_reading(url: str) -> Iterator[tuple[IO[bytes], int]]:
         yield file, file.size
 
 
+@contextlib.contextmanager
+def open_for_random_access(url: str) -> Iterator[IO[bytes]]:
+    """Open a file of which some ranges are read, with one request each."""
+    with _connect(url) as (system, path), system.open(path, "rb", cache_type="none") as file:
+        yield file
+
+
 def list_files(url: str) -> dict[str, RemoteFile]:
     """All files below a folder by relative name; for the URL of a file, that file under an empty name."""
     with _connect(url) as (system, path):

@@ -39,7 +39,19 @@ def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any
         assert parameters[name].default == getattr(options(), name)
 
 
-FUNCTIONS = ["train", "finetune", "evaluate", "probe", "predict", "embed", "figures", "convert", "serve"]
+FUNCTIONS = [
+    "train",
+    "finetune",
+    "evaluate",
+    "probe",
+    "predict",
+    "embed",
+    "index",
+    "search",
+    "figures",
+    "convert",
+    "serve",
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

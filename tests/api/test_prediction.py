@@ -30,6 +30,8 @@ def test_the_command_and_predict_write_the_same_rows(capfd: Capture) -> None:
     with pytest.raises(UsageError, match=r"python.csv exists: give another `out`"):
         vitrail.predict(MODEL, "photos", out="python.csv")
     with pytest.raises(UsageError, match="no known suffix"):
+        vitrail.predict(MODEL, "photos", out="rows.txt")
+    with pytest.raises(UsageError, match="holds features alone: it takes"):
         vitrail.predict(MODEL, "photos", out="rows.npy")
 
 
@@ -38,6 +40,10 @@ def test_the_command_and_embed_give_the_same_features(capsys: Capture) -> None:
     features = vitrail.embed(MODEL, "photos")
     assert features.dtype == np.float32
     assert np.array_equal(features, np.load("features.npy"))
+    assert np.array_equal(vitrail.embed(MODEL, "photos", out="half.npy", float16=True), features)
+    assert np.array_equal(np.load("half.npy"), features.astype(np.float16))
+    assert run_command("predict", MODEL, "photos", "--embed", "--float16", "--out", "c.npy", capsys=capsys)[0] == 0
+    assert Path("c.npy.json").read_bytes() == Path("half.npy.json").read_bytes()
 
 
 def test_features_are_chosen_by_name() -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests import model_factory
 from tests.cli.test_cli import Capture, run
 from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail.data import audit, image_scan, public_datasets, shards
 from vitrail.data.sources import open_dataset
+from vitrail.formatting import pluralize
+from vitrail.weights.load import save
 
 
 @pytest.fixture(autouse=True)
@@ -315,3 +318,33 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
         terminal.write(part)
     assert shown.wait(timeout=120) == 0
     assert b"reading images" in terminal.getvalue()
+
+
+def test_pairs_by_features_are_listed_beside_the_fingerprints(tmp_path: Path, capsys: Capture) -> None:
+    """Six images, each rotated in test; and one whose file is in both splits, which fingerprints find too."""
+    for split, turns in (("train", 0), ("test", 2)):
+        (tmp_path / "set" / split / "rose").mkdir(parents=True)
+        for number in range(6):
+            turned = make_image(number, (64, 48)).rotate(90 * turns * bool(number), expand=True)
+            turned.save(tmp_path / "set" / split / "rose" / f"{number}.png")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
+    options = ("--embedding", "model.safetensors", "--threshold", "0.001", "--workers", "0")
+    code, out, _ = run("data", "check", "./set", *options, capsys=capsys)
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    embedding = report["embedding"]
+    assert (code, embedding["model"], embedding["threshold"], embedding["compared"]) == (
+        0, "model.safetensors", 0.001, 12
+    )  # fmt: skip
+    assert embedding["also_by_fingerprints"] == report["duplicates"]["across_splits"] == 1
+    assert embedding["new_pairs"] == len(embedding["pairs"]) > 0
+    scores = [pair["score"] for pair in embedding["pairs"]]
+    assert scores == sorted(scores, reverse=True)
+    across = [pair for pair in embedding["pairs"] if len({image["split"] for image in pair["images"]}) == 2]
+    assert embedding["across_splits"] == len(across)
+    assert f"by features  {pluralize(len(scores), 'more pair')} with a score of 0.001 or more, beside 1 of the" in out
+    first = embedding["pairs"][0]
+    names = " = ".join(f"{image['split']}: {image['name']}" for image in first["images"])
+    assert f"{first['score']:.2f}: {names}" in out
+    assert len(report["leave_out"]) == 1  # the equal file; pairs by features are for eyes
+    assert "above 0 and at most 1" in run("data", "check", "./set", *options[:3], "2", capsys=capsys)[2]
+    assert "add --embedding MODEL" in run("data", "check", "./set", "--threshold", "0.6", capsys=capsys)[2]

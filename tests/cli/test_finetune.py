@@ -23,6 +23,7 @@ from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.image_files import encode_image, make_image, write_image_folder
 from tests.training.test_trainer import build_finetune_run
+from vitrail.api.prediction import predict
 from vitrail.cli import output
 from vitrail.data.dataset import without_images
 from vitrail.data.sources import open_dataset
@@ -505,11 +506,23 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
         "micro_f1",
         "macro_f1",
         "mean_average_precision",
+        "micro_average_precision",
+        "precision",
+        "recall",
+        "classes_without_images",
         "calibration_error",
         "bins",
     }
     assert found["calibration_error"] == found["multi_label_metrics"]["calibration_error"]
-    assert (run / "per_class.csv").is_file()
+    best = load(str(run))
+    assert best.label_thresholds == tuple(found["label_thresholds"].values())
+    assert list(found["label_thresholds"]) == list(best.labels or ())
+    with (run / "per_class.csv").open(newline="") as file:
+        stored = [float(row["threshold"]) for row in csv.DictReader(file)]
+    assert stored == pytest.approx(best.label_thresholds, abs=1e-6)
+    names = [str(tmp_path / "set" / row["image"]) for row in rows_of_images]
+    for row, prediction in zip(rows_of_images, predict(str(run), names, progress=False), strict=True):
+        assert {label for label, _ in prediction.labels} == set(filter(None, row["predicted"].split(" | ")))
     assert "F1" in summarize_result(found)
     assert "images have exactly their labels (" in summarize_result(found)
     assert json.loads((run / "config.json").read_text())["recipe"]["loss"] == "sigmoid"

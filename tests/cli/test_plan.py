@@ -10,7 +10,8 @@ from vitrail.cli import main
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["b16", "--gpu", "h20"], ["vit-b61-jft"], ["vit-b16-jft", "--sbatch"]]
+    "arguments",
+    [["--help"], ["b16", "--gpu", "h20"], ["vit-b61-jft"], ["vit-b16-jft", "--sbatch"], ["b16", "--kubernetes"]],
 )
 def test_help_typos_and_the_script_need_no_torch(arguments: list[str]) -> None:
     script = (
@@ -51,4 +52,5 @@ def test_json_holds_the_script_too(capsys: Capture) -> None:
     assert set(result) == {
         "name", "model", "machine", "parameters", "flops_per_image", "images", "epochs", "batch", "micro_batch",
         "steps", "exaflops", "paper", "seconds", "gpu_days", "memory", "disk", "traffic", "sbatch",
+        "kubernetes",
     }  # fmt: skip

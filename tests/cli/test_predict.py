@@ -27,7 +27,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from torch import Tensor
 
-from tests import model_factory
+from tests import model_factory, s3_server
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.image_files import encode_image, make_image, write_image_folder
@@ -342,11 +342,17 @@ def test_overlays_show_the_rollout_one_picture_for_each_image(
     [
         (["--top", "0"], "--top is 0"),
         (["--out", "rows.txt"], "--out rows.txt has no known suffix"),
-        (["--out", "rows.npy"], "it takes --embed and no --format"),
+        (["--out", "rows.npy"], "--out rows.npy holds features alone: it takes --embed"),
         (["--out", "x.csv", "--format", "table"], "a table is for a terminal"),
         (["--json", "--format", "csv"], "omit one"),
         (["--embed", "--format", "csv"], "too many for csv: jsonl, or --out FILE.npy"),
-        (["--out", "s3://bucket/x.csv"], "must be a local path"),
+        (["--attention", "s3://bucket/x"], "--attention s3://bucket/x must be a local path"),
+        (["--out", "x.parquet", "--json"], "is no text: it takes no --format"),
+        (["--out", "x/"], "--out x/ holds features alone: it takes --embed"),
+        (["--embed", "--float16"], "--float16 is for the features"),
+        (["--embed", "--float16", "--out", "x.jsonl"], "--float16 is for the features"),
+        (["--part", "0/3"], "it is K/N"),
+        (["--part", "1/3", "--attention", "pictures"], "there is none for a --part"),
         (["--features", "mean"], "--features and --normalize choose what --embed writes: add --embed"),
     ],
 )
@@ -798,3 +804,122 @@ def test_it_ends_with_how_many_images_there_were_and_what_they_show(
     assert (code, err.splitlines()[-2]) == (3, last)
     code, _, err = vitrail("predict", str(model), str(next(pictures.rglob("*.jpg"))), capsys=capsys)
     assert err.splitlines()[-1].startswith("1 image; ")
+
+
+# --- parts, Parquet and object stores --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["rows.csv", "rows.parquet", "features.npy", "features/"])
+def test_parts_are_merged_to_the_file_of_one_command(
+    out: str, model: Path, pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if out in ("rows.parquet", "features/"):
+        pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    monkeypatch.chdir(tmp_path)
+    embed = ["--embed", "--float16"] if out.startswith("features") else ["--top", "2"]
+    command = ["predict", str(model), str(pictures), "--batch", "1", *embed, "--out"]
+    assert vitrail(*command, f"whole/{out}", capsys=capsys)[0] == 3
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "3")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "1")
+    codes = []
+    for number in (1, 2, 3):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(number))
+        part = "auto" if number == 2 else f"{number}/3"
+        codes.append(vitrail(*command, out, "--part", part, capsys=capsys)[0])
+    assert sorted(codes) == [0, 0, 3]
+    code, _, err = vitrail("merge", out, capsys=capsys)
+    assert (code, err) == (0, f"3 parts, 9 images, 1 of which cannot be read; {Path(out)}\n")
+    if out == "features/":  # its partitions are those of the parts
+        tables = [np.load(path) for path in sorted((tmp_path / "features" / "img_emb").iterdir())]
+        (whole,) = (np.load(path) for path in (tmp_path / "whole" / "features" / "img_emb").iterdir())
+        assert np.array_equal(np.concatenate(tables), whole, equal_nan=True)
+    else:
+        assert Path(out).read_bytes() == Path(f"whole/{out}").read_bytes()
+    record = Path(f"{out.rstrip('/')}.json").read_bytes()
+    assert record == Path(f"whole/{out.rstrip('/')}.json").read_bytes()
+    assert vitrail(*command, out, capsys=capsys)[0] == 3  # nothing is left to do: it is a whole one
+    assert Path(f"{out.rstrip('/')}.json").read_bytes() == record
+
+
+def test_parquet_says_what_json_lines_say(model: Path, pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
+    command = ["predict", str(model), str(pictures), "--batch", "4"]
+    for options in (["--top", "3"], ["--embed", "--normalize"]):
+        out = tmp_path / f"{options[0]}.parquet"
+        _, lines, _ = vitrail(*command, *options, "--json", capsys=capsys)
+        assert vitrail(*command, *options, "--out", str(out), capsys=capsys)[0] == 3
+        rows = parquet.read_table(out).to_pylist()
+        for row, line in zip(rows, map(json.loads, lines.splitlines()), strict=True):
+            assert (row["image"], row["error"]) == (line["image"], line.get("error"))
+            if row["error"]:
+                assert set(row.values()) == {row["image"], row["error"], None}
+            elif "features" in line:
+                assert np.array_equal(np.float32(row["features"]), np.float32(line["features"]))
+            else:
+                pairs = [(each["label"], np.float32(each["probability"])) for each in line["predictions"]]
+                assert list(zip(row["labels"], row["probabilities"], strict=True)) == pairs
+        footer = json.loads(parquet.read_schema(out).metadata[b"vitrail"])
+        record = json.loads(out.with_name(f"{out.name}.json").read_text())
+        assert record.pop("finished") == {
+            "images": 9, "failed": 1, "ranks": 3 if "--top" in options else 1, "features": 32 * ("--embed" in options)
+        }  # fmt: skip
+        assert footer == record
+        assert footer["model"].keys() >= {"weights", "config", "preprocess"}
+
+
+def test_rows_are_uploaded_once_all_are_written(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
+    monkeypatch.chdir(tmp_path)
+    command = ["predict", str(model), str(pictures), "--embed", "--batch", "2", "--out"]
+    with s3_server.run_server() as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        with monkeypatch.context() as patches:
+            batches = patch_to_stop(patches, 2)
+            code, _, err = vitrail(*command, "s3://predicted/f.npy", capsys=capsys)
+            assert code == 75, err
+            assert len(batches) == 2
+        assert store.objects == {}
+        code, _, err = vitrail(*command, "s3://predicted/f.npy", capsys=capsys)
+        assert (code, "s3://predicted/f.npy has 4 images; continuing after them" in err) == (3, True)
+        assert err.splitlines()[-2].endswith("; s3://predicted/f.npy")
+        files = {path.name: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
+        assert store.below("predicted/") == files
+        assert sorted(files) == ["f.csv", "f.npy", "f.npy.json"]
+        assert len(np.load(tmp_path / "runs" / "f.npy")) == 9
+        shutil.rmtree(tmp_path / "runs")
+        code, _, err = vitrail(*command, "s3://predicted/f.npy", capsys=capsys)
+        assert (code, "s3://predicted/f.npy exists, and no runs/f.npy that continues it" in err) == (2, True)
+
+
+def patch_to_stop(patches: pytest.MonkeyPatch, batch: int) -> list[int]:
+    """Send SIGTERM to this process while that batch is computed."""
+    batches: list[int] = []
+    start_rows = bulk_prediction.start_rows
+
+    def start(*arguments: Any) -> Any:
+        batches.append(len(batches))
+        if len(batches) == batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_rows(*arguments)
+
+    patches.setattr(bulk_prediction, "start_rows", start)
+    return batches
+
+
+def test_a_rank_predicts_a_part_of_its_own_where_it_is_told_so(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no other rank, and says what it has done."""
+    monkeypatch.chdir(tmp_path)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        _, _, err = vitrail("predict", str(model), str(pictures), "--out", "r.csv", "--part", "auto", capsys=capsys)
+        assert f"r-0000{int(rank) + 1}-of-00002.csv" in err
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert vitrail("merge", "r.csv", capsys=capsys)[0] == 0
+    assert [row["image"] for row in read_table(Path("r.csv"))] == sorted(map(str, pictures.rglob("*.jpg")))

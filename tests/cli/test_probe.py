@@ -267,20 +267,41 @@ def test_a_class_without_training_images_and_a_single_class_are_refused(tmp_path
     assert (code, "has one class, daisy, and a classifier needs two" in line) == (3, True)
 
 
-def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_images_without_labels_are_refused(tmp_path: Path, capsys: Capture) -> None:
     for split in ("train", "val"):
         (tmp_path / "bare" / split).mkdir(parents=True)
         (tmp_path / "bare" / split / "0.jpg").write_bytes(encode_image(make_image(0)))
     code, line = expect_refusal(capsys=capsys, data="./bare")
     assert (code, "has no labels to learn" in line) == (3, True)
+
+
+def test_multi_label_images_get_a_threshold_for_each_label(tmp_path: Path, capsys: Capture) -> None:
     rows = [
-        {"path": f"set/{split}/rose/{n}.jpg", "labels": ["a", "b"], "split": split}
-        for split in ("train", "val")
-        for n in range(3)
+        f"set/{split}/{kind}/{number}.jpg,{kind};plant,{split}"
+        for split in ("train", "val", "test")
+        for kind in ("rose", "tulip")
+        for number in range(3)
     ]
-    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, line = expect_refusal(capsys=capsys, data="list.jsonl")
-    assert (code, "one label each, and this dataset is multi-label" in line) == (3, True)
+    (tmp_path / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
+    command = ("probe", "model.safetensors", "list.csv", "--workers", "0", "--k", "3", "--overwrite")
+    code, out, err = vitrail(*command, "--save", "probed.safetensors", "--json", capsys=capsys)
+    assert code == 0, err
+    facts = json.loads(out)
+    assert [score["method"] for score in facts["scores"]] == ["few-shot", "kNN", "linear", "logistic"]
+    assert all({"mean_average_precision", "micro_f1", "macro_f1", "exact_match"} <= set(row) for row in facts["scores"])
+    probed = load("probed.safetensors")
+    assert (probed.multi_label, probed.labels) == (True, ("plant", "rose", "tulip"))
+    assert probed.label_thresholds == tuple(facts["saved"]["label_thresholds"].values())
+    (best,) = [score for score in facts["scores"] if score["method"] == facts["saved"]["method"]]
+    code, out, err = vitrail(
+        "evaluate", "probed.safetensors", "list.csv", "--workers", "0", "--out", "out", "--json", capsys=capsys
+    )
+    assert code == 0, err
+    (measured,) = json.loads(out)["models"]
+    for name in ("mean_average_precision", "micro_f1", "macro_f1", "exact_match"):
+        assert measured[name] == pytest.approx(best[name], abs=1e-6)
+    code, out, err = vitrail(*command, "--save", "probed.safetensors", capsys=capsys)
+    assert (code, "mAP" in out, "a threshold for each label" in out) == (0, True, True)
 
 
 def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -> None:

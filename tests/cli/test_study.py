@@ -42,8 +42,8 @@ def test_negative_workers_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_accuracy_has_its_deviation_where_there_are_several_runs() -> None:
-    assert study._format_accuracy({"mean": 0.5, "std": None, "n": 1}) == "50.00%"
-    assert study._format_accuracy({"mean": 0.5, "std": 0.0125, "n": 3}) == "50.00% ± 1.25% (n = 3)"
+    assert study.format_accuracy({"mean": 0.5, "std": None, "n": 1}) == "50.00%"
+    assert study.format_accuracy({"mean": 0.5, "std": 0.0125, "n": 3}) == "50.00% ± 1.25% (n = 3)"
 
 
 def test_sweeps_print_every_rate_and_mark_the_chosen_one(capsys: Capture) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.data.image_files import write_image_folder
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation import prediction_tables
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.predictions import _make_predictions, count_predictions
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
@@ -47,7 +47,7 @@ def test_a_row_for_each_class_that_has_images_or_was_predicted(tmp_path: Path) -
 def test_a_row_for_each_label_of_multi_label_predictions(tmp_path: Path) -> None:
     targets = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 1, 0], [1, 1, 0]])
     scores = measure_labels(_make_predictions(LOGITS - 1, targets, 1.0, multi_label=True))
-    prediction_tables.write_label_scores(scores, ("a", "b", "c"), tmp_path / "labels.csv")
+    prediction_tables.write_label_scores(scores, ("a", "b", "c"), (0.5, 0.25, 0.75), tmp_path / "labels.csv")
     rows = read_rows(tmp_path / "labels.csv")
     assert [(row["images"], row["correct"], row["predicted"]) for row in rows] == [
         ("2", "1", "2"),
@@ -57,3 +57,4 @@ def test_a_row_for_each_label_of_multi_label_predictions(tmp_path: Path) -> None
     assert [row["recall"] for row in rows] == ["0.500000", "0.666667", ""]
     assert [row["f1"] for row in rows] == ["0.500000", "0.800000", "0.000000"]
     assert rows[2]["average_precision"] == ""
+    assert [row["threshold"] for row in rows] == ["0.500000", "0.250000", "0.750000"]

@@ -128,10 +128,10 @@ def test_the_penalty_with_the_most_correct_tuning_images_is_chosen() -> None:
     correct = [head.count_correct(splits.tuning_val) for head in solve_ridge(splits.tuning_train, 4, probe.LAMBDA_GRID)]
     assert len(set(correct)) > 1
     fitted = probe.fit_linear(splits, 4, None)
-    assert correct[probe.LAMBDA_GRID.index(fitted.score.setting[1])] == max(correct) == fitted.tuning_correct
+    assert correct[probe.LAMBDA_GRID.index(fitted.score.setting[1])] == max(correct) == 40 * fitted.tuning_score
     fixed = probe.fit_linear(splits, 4)
     assert fixed.score.setting == ("lambda", 1024.0)
-    assert fixed.tuning_correct == correct[probe.LAMBDA_GRID.index(1024.0)]
+    assert 40 * fixed.tuning_score == correct[probe.LAMBDA_GRID.index(1024.0)]
 
 
 def test_the_test_images_decide_nothing() -> None:
@@ -141,7 +141,7 @@ def test_the_test_images_decide_nothing() -> None:
         first, second = fit(splits, 4), fit(mislabeled, 4)
         assert first.score.setting == second.score.setting
         assert torch.equal(first.head.weight, second.head.weight)
-        assert (first.tuning_correct, first.temperature) == (second.tuning_correct, second.temperature)
+        assert (first.tuning_score, first.temperature) == (second.tuning_score, second.temperature)
         assert first.score.correct != second.score.correct
     scores = [probe.score_few_shot(images, NAMES, 5, penalty=None) for images in (splits, mislabeled)]
     assert scores[0].setting == scores[1].setting

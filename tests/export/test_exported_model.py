@@ -18,7 +18,11 @@ def test_metadata_of_this_and_of_earlier_versions_are_read(
 ) -> None:
     runtime(f"vitrail.export.{form}")
     trained = model_factory.build_trained(
-        model_factory.build_vit(depth=1), multi_label=True, temperature=1.5, threshold=0.25
+        model_factory.build_vit(depth=1),
+        multi_label=True,
+        temperature=1.5,
+        threshold=0.25,
+        label_thresholds=(0.5, 0.25, 0.75, 0.5, 0.5, 0.5, 0.1),
     )
     if keys == "old":
         old_keys = {new: old for old, new in graph.OLD_METADATA_KEYS.items()}
@@ -29,6 +33,7 @@ def test_metadata_of_this_and_of_earlier_versions_are_read(
     exported = open_exported_model(tmp_path / name)
     assert (exported.preprocess, exported.labels) == (trained.preprocess, trained.labels)
     assert (exported.multi_label, exported.temperature, exported.threshold) == (True, 1.5, 0.25)
+    assert exported.label_thresholds == trained.label_thresholds
 
 
 def test_an_onnx_file_that_the_runtime_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from vitrail import Classifier
 from vitrail.data.image_paths import iter_image_refs
 from vitrail.errors import UsageError
 from vitrail.inference.bulk_prediction import BulkSettings, check_supported, predict_images
-from vitrail.inference.prediction_rows import PredictionItem, RowFile
+from vitrail.inference.prediction_rows import PredictionItem
+from vitrail.inference.row_files import RowFile
 
 
 def iterate_items(root: Path) -> Iterator[PredictionItem]:

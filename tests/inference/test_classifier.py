@@ -187,6 +187,22 @@ def test_a_multi_label_model_gives_each_class_a_probability_of_its_own(tmp_path:
     assert float(probabilities[0].sum()) != pytest.approx(1.0, abs=1e-3)
 
 
+def test_every_label_above_its_threshold_is_predicted() -> None:
+    trained, images = model_factory.build_trained(model_factory.build_vit(), multi_label=True), make_images(3)
+    probabilities = Classifier(trained, device="cpu").predict_proba(images)
+    middle = probabilities.median(dim=0).values  # of three images one has more
+    thresholds = (*middle.tolist()[:-1], 1.0)
+    classifier = Classifier(dataclasses.replace(trained, label_thresholds=thresholds), device="cpu")
+    predictions = classifier(images, top=None)
+    for row, labels in zip(probabilities, predictions, strict=True):
+        expected = {classifier.labels[index] for index in range(6) if row[index] > middle[index]}
+        assert {label for label, _ in labels} == expected
+        assert [value for _, value in labels] == sorted((value for _, value in labels), reverse=True)
+    assert sum(map(len, predictions)) == 6
+    assert [len(labels) for labels in classifier(images, top=4)] == [4, 4, 4]
+    assert [len(labels) for labels in Classifier(trained, device="cpu")(images, top=None)] == [1, 1, 1]
+
+
 def make_measurement(**changes: Any) -> PrecisionMeasurement:
     facts: dict[str, Any] = {
         "processor": describe_cpu(), "precision": "bfloat16", "threads": 1, "speedup": 2.0, "images": 500,

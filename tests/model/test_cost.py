@@ -71,6 +71,7 @@ class Family(NamedTuple):
     parameters: int
     timm_name: str
     absent_bias: Literal["none", "k", "patch"] = "none"
+    timm_arguments: dict[str, int] | None = None
 
 
 FAMILIES = {  # parameters with 1000 classes, timm's model, the biases that it lacks and a preset has
@@ -78,28 +79,55 @@ FAMILIES = {  # parameters with 1000 classes, timm's model, the biases that it l
     "dinov2-b14": Family(86_493_928, "vit_base_patch14_dinov2"),
     "dinov2-l14": Family(304_252_904, "vit_large_patch14_dinov2"),
     "dinov2-g14": Family(1_136_306_664, "vit_giant_patch14_dinov2"),
+    "dinov2-reg-s14": Family(22_014_952, "vit_small_patch14_reg4_dinov2"),
+    "dinov2-reg-b14": Family(86_496_232, "vit_base_patch14_reg4_dinov2"),
+    "dinov2-reg-l14": Family(304_255_976, "vit_large_patch14_reg4_dinov2"),
+    "dinov2-reg-g14": Family(1_136_311_272, "vit_giant_patch14_reg4_dinov2"),
+    "eupe-ti16": Family(5_684_968, "vit_tiny_patch16_dinov3_qkvb", "k"),
     "dinov3-s16": Family(21_985_768, "vit_small_patch16_dinov3_qkvb", "k"),
     "dinov3-s16plus": Family(29_082_088, "vit_small_plus_patch16_dinov3_qkvb", "k"),
     "dinov3-b16": Family(86_437_864, "vit_base_patch16_dinov3_qkvb", "k"),
     "dinov3-l16": Family(304_178_152, "vit_large_patch16_dinov3_qkvb", "k"),
+    "dinov3-l16plus": Family(
+        404_939_752, "vit_small_plus_patch16_dinov3_qkvb", "k", {"embed_dim": 1024, "depth": 24, "num_heads": 16}
+    ),
     "dinov3-h16plus": Family(841_913_320, "vit_huge_plus_patch16_dinov3_qkvb", "k"),
     "dinov3-7b16": Family(6_720_127_976, "vit_7b_patch16_dinov3"),
     "clip-b32": Family(88_363_496, "vit_base_patch32_clip_quickgelu_224", "patch"),
     "clip-b16": Family(86_706_920, "vit_base_patch16_clip_quickgelu_224", "patch"),
     "clip-l14": Family(304_737_000, "vit_large_patch14_clip_quickgelu_224", "patch"),
+    "clip-h14": Family(633_104_104, "vit_huge_patch14_clip_224", "patch"),
+    "clip-g14": Family(1_013_673_064, "vit_giant_patch14_clip_224", "patch"),
+    "clip-bigg14": Family(1_846_191_208, "vit_gigantic_patch14_clip_224", "patch"),
     "siglip-b16": Family(93_653_224, "vit_base_patch16_siglip_224"),
     "siglip-l16": Family(316_919_784, "vit_large_patch16_siglip_256"),
     "siglip-so400m14": Family(428_833_704, "vit_so400m_patch14_siglip_224"),
+    "siglip-so400m16": Family(428_971_944, "vit_so400m_patch16_siglip_256"),
+    "siglip-g16": Family(1_164_613_096, "vit_giantopt_patch16_siglip_256"),
+    "eva-g14": Family(1_012_611_432, "eva_giant_patch14_224", "k"),
     "eva02-ti14": Family(5_697_448, "eva02_tiny_patch14_224", "k"),
     "eva02-s14": Family(22_010_728, "eva02_small_patch14_224", "k"),
     "eva02-b14": Family(86_536_936, "eva02_base_patch14_448", "k"),
     "eva02-l14": Family(304_318_376, "eva02_large_patch14_448", "k"),
+    "eva02-clip-b16": Family(86_785_256, "eva02_base_patch16_clip_224", "k"),
+    "eva02-clip-l14": Family(304_898_728, "eva02_large_patch14_clip_224", "k"),
+    "mae-b16": Family(86_567_656, "vit_base_patch16_224"),
+    "mae-l16": Family(304_326_632, "vit_large_patch16_224"),
+    "mae-h14": Family(632_045_800, "vit_huge_patch14_224"),
+    "ijepa-h14": Family(632_043_240, "vit_huge_patch14_gap_224"),
+    "ijepa-g16": Family(1_012_777_576, "vit_giant_patch16_gap_224"),
+    "deit3-s16": Family(22_059_496, "deit3_small_patch16_224"),
+    "deit3-m16": Family(38_849_512, "deit3_medium_patch16_224"),
+    "deit3-b16": Family(86_585_320, "deit3_base_patch16_224"),
+    "deit3-l16": Family(304_374_760, "deit3_large_patch16_224"),
+    "deit3-h14": Family(632_126_440, "deit3_huge_patch14_224"),
     "beit-b16": Family(86_540_200, "beit_base_patch16_224", "k"),
     "beit-l16": Family(304_455_144, "beit_large_patch16_224", "k"),
     "pe-core-ti16": Family(6_654_248, "vit_pe_core_tiny_patch16_384", "patch"),
     "pe-core-s16": Family(24_296_552, "vit_pe_core_small_patch16_384", "patch"),
     "pe-core-b16": Family(94_699_752, "vit_pe_core_base_patch16_224", "patch"),
     "pe-core-l14": Family(318_178_280, "vit_pe_core_large_patch14_336", "patch"),
+    "pe-core-g14": Family(1_883_316_456, "vit_pe_core_gigantic_patch14_448", "patch"),
 }
 SIZES = {  # layers, width, MLP width: the paper's table 1 and its successors
     "ti": (12, 192, 768),
@@ -197,9 +225,9 @@ def test_a_family_has_timms_parameters_and_the_biases_that_it_lacks(name: str) -
     timm = peer("timm")
     config = presets.get_preset_config(name, classes=0)
     assert isinstance(config, ViTConfig)
-    size = {} if config.image_size == (384, 384) else {"img_size": config.image_size}
+    arguments: dict[str, Any] = (FAMILIES[name].timm_arguments or {}) | {"img_size": config.image_size}
     with torch.device("meta"):
-        theirs = timm.create_model(FAMILIES[name].timm_name, num_classes=config.projection, **size)
+        theirs = timm.create_model(FAMILIES[name].timm_name, num_classes=config.projection, **arguments)
     absent = {"none": 0, "k": config.depth * config.width, "patch": config.width}[FAMILIES[name].absent_bias]
     assert cost.count_parameters(config) - absent == sum(parameter.numel() for parameter in theirs.parameters())
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.report.run_folders import write_run_folder
 from tests.report.test_html_report import parse_page
+from vitrail.report.findings import list_label_confusions
 from vitrail.report.run_facts import gather_facts
 
 
@@ -47,3 +48,16 @@ def test_nothing_wrong_has_no_weakest_class(tmp_path: Path) -> None:
     )
     assert "Weakest classes none: all predictions are correct" in section
     assert "Most confused pair none" in section
+
+
+def test_labels_missed_where_others_were_added_are_counted_in_pairs(tmp_path: Path) -> None:
+    predictions = (
+        ("cat | dog", "cat | <b>eel</b>", 0.9), ("dog", "<b>eel</b>", 0.8), ("dog", "dog", 0.7), ("cat", "", 0.6),
+        ("", "cat", 0.5), ("cat", "dog", 0.4),
+    )  # fmt: skip
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=predictions))
+    assert list_label_confusions(facts) == [("dog", "<b>eel</b>", 2, 3), ("cat", "dog", 1, 3)]
+    section = " ".join(parse_page(facts).sections["confusion"].split())
+    assert "its probability is above one half" in section
+    assert "missed label extra label images share of the missed label's dog <b>eel</b> 2 67 % cat dog 1 33 %" in section
+    assert list_label_confusions(gather_facts(write_run_folder(tmp_path / "single"))) == []

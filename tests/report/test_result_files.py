@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from tests import model_factory
 from tests.report.run_folders import isolate_home
 from vitrail.cli import main
+from vitrail.evaluation.predictions import _make_predictions
+from vitrail.report.result_files import _format_label_mistakes
 from vitrail.weights.load import save
 
 GRIDS = ("train_batch0.jpg", "val_batch0_pred.jpg", "val_batch0_labels.jpg", "top_losses.jpg")
@@ -38,3 +41,11 @@ def test_an_evaluation_has_a_folder_for_each_of_several_models(run: Path, tmp_pa
         folder = tmp_path / "out" / (f"model-{number}" if others else "")
         for name in ("predictions.csv", "per_class.csv", "top_losses.jpg", *PLOTS[1:]):
             assert (folder / name).is_file(), name
+
+
+def test_a_caption_names_the_labels_that_are_missing_and_extra() -> None:
+    targets = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0]])
+    logits = torch.tensor([[9.0, -9, 9, -9], [-9, -9, -9, -9]])
+    predictions = _make_predictions(logits, targets, 1.0, multi_label=True)
+    assert _format_label_mistakes(predictions, 0, "abcd") == "a; missing b; extra c"
+    assert _format_label_mistakes(predictions, 1, "abcd") == "no label"

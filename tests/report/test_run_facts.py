@@ -44,7 +44,7 @@ def test_a_multi_label_run_is_judged_by_exact_match_f1_and_average_precision(tmp
     assert facts.multi_label_metrics is not None
     assert (facts.multi_label_metrics.micro_f1, facts.multi_label_metrics.mean_average_precision) == (0.61, 0.73)
     assert facts.result is not None
-    assert facts.label_rows[0] == ("cat", 5, 4, 2, 0.44, 5, 0.625)
+    assert facts.label_rows[0] == ("cat", 5, 4, 2, 0.44, 5, 0.625, None)
     [baseline] = facts.baselines
     assert baseline == ("always “cat | dog”, the most frequent combination of labels here", 2)  # in any order
 

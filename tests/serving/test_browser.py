@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests import browser
 from tests.browser import Chromium, Page
-from tests.serving import serving
+from tests.serving import indexes, serving
 from vitrail.serving.request_handling import Service
 
 SHOWN = "document.querySelectorAll('.head').length > 0 && !document.querySelector('.busy')"
@@ -232,6 +233,32 @@ def test_the_page_of_the_api_opens_without_a_problem(chromium: Chromium, url: st
     assert page.overflow == []
     assert all(request.startswith(url) for request in page.requests)
     assert page.evaluate("getComputedStyle(document.querySelector('pre')).overflowX") == "auto"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_similar_images_of_a_served_index_are_shown(chromium: Chromium, tmp_path: Path, width: int) -> None:
+    index = indexes.build_index(tmp_path)
+    photo, broken = (tmp_path / "images" / "photos" / f"{number}.png" for number in (4, 6))
+    broken.write_bytes(b"an image no more")
+    service = serving.build_service(index=index, image_root=tmp_path / "images")
+    with serving.run_server(service) as (host, port, _):
+        url = f"http://{host}:{port}/"
+        page = chromium.visit(url, width=width)
+        assert page.evaluate("document.getElementById('similar').hidden")
+        upload(page, photo)
+        until(page, SHOWN)
+        until(page, "document.querySelectorAll('#similar li').length === 19")
+        until(page, "document.querySelectorAll('#similar img').length === 11")  # those outside and the broken have none
+        until(page, "[...document.querySelectorAll('#similar img')].every(e => e.complete && e.naturalWidth === 32)")
+        assert text(page, "#similar-title") == "Most similar of 19 images, by the features of small"
+        first = "#similar li:first-child"
+        assert (text(page, f"{first} .file"), text(page, f"{first} .similarity")) == ("photos/4.png", "1.000")
+        assert page.evaluate(f"document.querySelector('{first} img').alt") == "photos/4.png"
+        assert page.overflow == []
+        assert [each for each in page.problems if "/v1/thumbnail?row=6" not in each] == []
+        assert all(request.startswith((url, f"blob:{url}")) for request in page.requests)
+        if folder := os.environ.get("VITRAIL_TEST_SCREENSHOTS"):
+            page.screenshot(Path(folder) / f"similar-{width}.png")
 
 
 def test_a_key_is_asked_for(chromium: Chromium, image: Path) -> None:

@@ -70,6 +70,24 @@ def test_below_the_threshold_the_model_is_unsure() -> None:
         served.close()
 
 
+def test_a_model_with_label_thresholds_marks_the_labels_above_them() -> None:
+    """Thresholds of 0 and 1: the least likely label is predicted and the likeliest is not."""
+    trained = dataclasses.replace(model_factory.build_trained(model_factory.build_vit()), multi_label=True)
+    order = Classifier(trained, device="cpu").predict_proba([make_image_file()])[0].argsort().tolist()
+    thresholds = tuple(0.0 if index == order[0] else 1.0 for index in range(7))
+    classifier = Classifier(dataclasses.replace(trained, label_thresholds=thresholds), device="cpu")
+    service = server.make_service({"m": classifier}, deadline=60)
+    client = TestClient(routes.build_app(service))
+    [found] = post_image(client, "/v1/predict?top=2", make_image_file()).json()["results"]
+    rows = [(row["label"], row["threshold"], row["predicted"]) for row in found["predictions"]]
+    names = classifier.labels
+    assert rows == [(names[order[-1]], 1, False), (names[order[-2]], 1, False), (names[order[0]], 0, True)]
+    assert found["unsure"] is False
+    [model] = client.get("/v1/models").json()["models"]
+    assert model["has_label_thresholds"] is True
+    service.close()
+
+
 def test_embeddings_are_what_the_head_reads(client: TestClient, service: Service) -> None:
     [found] = post_image(client, "/v1/embed", make_image_file()).json()["results"]
     expected = service.models["small"].classifier.extract_features([make_image_file()])[0]
@@ -239,6 +257,8 @@ def test_the_schema_names_every_route_and_its_problems(client: TestClient) -> No
         "/v1/explain",
         "/v1/attention",
         "/v1/models",
+        "/v1/search",
+        "/v1/thumbnail",
         "/v1/classes",
         "/healthz",
         "/readyz",

@@ -205,3 +205,50 @@ def test_a_mean_as_the_loss_is_noticed_once_and_a_sum_never(images: int, dtype: 
 def test_one_image_cannot_show_whether_a_loss_is_a_mean() -> None:
     mean = warn_about_mean(torch.nn.CrossEntropyLoss(), pytest.fail)
     assert float(mean(torch.zeros(1, L), torch.zeros(1, dtype=torch.int64))) == pytest.approx(math.log(L))
+
+
+# --- class weights ---------------------------------------------------------------------------------------------------
+
+WEIGHTS = torch.linspace(0.5, 3, L)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_both_losses_are_torchs(smoothing: float, device: str) -> None:
+    """`weight` of a cross-entropy, `pos_weight` of a binary one."""
+    weights, outputs = WEIGHTS.to(device), logits(device=device)
+    for targets in (classes(device), shares(device)):
+        expected = F.cross_entropy(outputs, targets, weights, reduction="sum", label_smoothing=smoothing)
+        torch.testing.assert_close(softmax_cross_entropy(outputs, targets, smoothing, weights), expected)
+        rows = F.one_hot(targets, L) if targets.ndim == 1 else targets
+        rows = rows * (1 - smoothing) + smoothing * rows.sum(dim=1, keepdim=True) / L
+        expected = F.binary_cross_entropy_with_logits(outputs, rows, pos_weight=weights, reduction="sum")
+        torch.testing.assert_close(sigmoid_cross_entropy(outputs, targets, smoothing, weights), expected)
+
+
+def test_class_weights_by_hand() -> None:
+    """Equal logits: a softmax gives 1/2, so the loss is w log 2 and the gradient of the true logit -w/2.
+
+    Of the sigmoids, the true label's has the loss w log 2 and the gradient -w/2, the other's log 2 and 1/2.
+    """
+    weights, targets = torch.tensor([3.0, 0.5]), torch.tensor([0, 1])
+    for loss, rows in ((softmax_cross_entropy, [[-1.5, 1.5], [0.25, -0.25]]), (sigmoid_cross_entropy, None)):
+        for form in (targets, F.one_hot(targets).float()):
+            outputs = torch.zeros(2, 2, requires_grad=True)
+            value = loss(outputs, form, 0.0, weights)
+            value.backward()
+            others = 0.0 if rows else 2.0
+            assert value.item() == pytest.approx((3.5 + others) * math.log(2), rel=1e-6)
+            assert outputs.grad is not None
+            assert outputs.grad.tolist() == (rows or [[-1.5, 0.5], [0.5, -0.25]])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_image_of_weight_two_counts_as_two_and_one_without_a_label_as_none(loss: Loss) -> None:
+    weights, outputs, targets = torch.ones(L), logits(), torch.arange(B)
+    weights[0] = 2
+    twice = loss(outputs, targets, 0.0, weights) - loss(outputs, targets)
+    own = F.softplus(-outputs[0, 0]) if loss is sigmoid_cross_entropy else loss(outputs[:1], targets[:1])
+    torch.testing.assert_close(twice, own)
+    targets[0] = -1
+    torch.testing.assert_close(loss(outputs, targets, 0.0, weights), loss(outputs[1:], targets[1:]))

@@ -1,5 +1,6 @@
 """Weights fitted to another task: what must stay equal stays equal, and every change is named."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -210,6 +211,10 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
         again = reorder_head(after, before.labels)
     assert all(map(torch.equal, again.model.parameters(), model.parameters()))
     assert reorder_head(before, before.labels) is before
+    thresholds = tuple(index / 8 for index in range(7))
+    multi_label = dataclasses.replace(before, multi_label=True, label_thresholds=thresholds)
+    assert reorder_head(multi_label, labels).label_thresholds == tuple(index / 8 for index in order)
+    assert adapt(multi_label, image_size=64).label_thresholds == ()
 
 
 def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:

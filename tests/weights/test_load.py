@@ -59,6 +59,8 @@ def test_a_name_that_means_nothing_gets_the_nearest(tmp_path: Path, monkeypatch:
     save(model_factory.build_trained(model_factory.build_vit()), "mine", "timm")
     assert find_model_path("mine") == Path("mine")  # a folder, where no preset has its name
     assert load("mine").labels is not None
+    with pytest.raises(UsageError, match=r"no file or folder is called 'min'; did you mean mine\?"):
+        load("min")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

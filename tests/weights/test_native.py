@@ -71,6 +71,18 @@ def test_any_temperature_survives(tmp_path_factory: pytest.TempPathFactory, temp
     assert load(path).temperature == temperature
 
 
+def test_label_thresholds_survive_and_a_file_without_them_does_not_name_them(tmp_path: Path) -> None:
+    thresholds = (0.5, 0.25, 1.0, 0.0, 1 / 3, 0.1, 0.9)
+    model = model_factory.build_vit()
+    save(
+        model_factory.build_trained(model, multi_label=True, label_thresholds=thresholds), tmp_path / "new.safetensors"
+    )
+    assert load(tmp_path / "new.safetensors").label_thresholds == thresholds
+    save(model_factory.build_trained(model, multi_label=True), tmp_path / "old.safetensors")
+    assert load(tmp_path / "old.safetensors").label_thresholds == ()
+    assert b"label_thresholds" not in (tmp_path / "old.safetensors").read_bytes()
+
+
 def test_two_saves_are_equal_byte_for_byte(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / f"{name}.safetensors")

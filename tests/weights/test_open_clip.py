@@ -205,6 +205,16 @@ def test_other_towers_are_refused_by_name(change: dict[str, Any], message: str, 
         load(folder)
 
 
+def test_coca_is_refused_by_its_pooling_though_its_tensors_have_no_place_either(tmp_path: Path) -> None:
+    _, tensors = build_openai_tensors()
+    pooling = {"visual.attn_pool.query": torch.randn(4, 8), "visual.attn_pool.attn.in_proj_bias": torch.randn(24)}
+    folder = write_folder(
+        tmp_path / "coca", tensors | pooling, {"vision_cfg": {"image_size": 32, "attentional_pool": True}}
+    )
+    with pytest.raises(ModelError, match="attentional_pool=True"):
+        load(folder)
+
+
 def test_it_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a CLIP or SigLIP image tower with --to transformers"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "open_clip")

@@ -150,6 +150,7 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "CLIP, projected image tower",
         {"target_modules": ["q_proj", "visual_projection"], "bias": "lora_only"},
     ),
+    "CLIP's projection alone": ("CLIP, projected image tower", {"target_modules": ["visual_projection"]}),
     "SigLIP": ("SigLIP, image tower", {"target_modules": CLIP, "bias": "all"}),
     "SigLIP, attention pooling": ("SigLIP, image tower", {"target_modules": QV, "modules_to_save": ["head"]}),
     "SigLIP, classifier": ("SigLIP, classifier", {"target_modules": QV, "modules_to_save": ["classifier"]}),

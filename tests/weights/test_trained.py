@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_a_temperature_that_is_none_is_refused() -> None:
 def test_ranges_that_cannot_be_are_refused(ranges: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="range"):
         model_factory.build_trained(model_factory.build_vit(), activation_ranges=ranges)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_thresholds": (0.5,) * 7}, "of a multi-label model"),
+        ({"label_thresholds": (0.5,) * 6, "multi_label": True}, "6 label thresholds given for a head of 7 classes"),
+        ({"label_thresholds": (0.5,) * 6 + (1.5,), "multi_label": True}, "a label threshold is 1.5"),
+    ],
+)
+def test_label_thresholds_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        model_factory.build_trained(model_factory.build_vit(), **changes)
 
 
 def test_imagenets_labels_are_those_of_its_classes_in_order() -> None:

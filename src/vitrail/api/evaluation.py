@@ -28,6 +28,7 @@ from vitrail.evaluation.dataset_evaluation import (
     load_evaluated_model,
     make_evaluated_model,
 )
+from vitrail.evaluation.label_metrics import list_threshold_scores
 from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
 from vitrail.evaluation.segmentation import run_segmentation_probe
 from vitrail.evaluation.statistics import Interval
@@ -74,6 +75,11 @@ class Evaluation:
         return self.results[0].metrics.top1
 
     @property
+    def is_multi_label(self) -> bool:
+        """Whether the images may have several labels."""
+        return self.results[0].evaluation.predictions.multi_label
+
+    @property
     def interval(self) -> Interval:
         """The 95 % confidence interval of the accuracy."""
         return self.results[0].metrics.top1_interval
@@ -85,7 +91,13 @@ class Evaluation:
 
     @property
     def per_class(self) -> dict[str, float]:
-        """The accuracy of each class that has images; empty for multi-label images and for very many classes."""
+        """The accuracy of each class that has images, or average precision where images may have several labels.
+
+        It is empty for very many classes of images with one label each.
+        """
+        if self.is_multi_label:
+            rows = self.metrics["models"][0]["per_class"].items()
+            return {name: row["average_precision"] for name, row in rows if row["images"]}
         if self.confusion is None:
             return {}
         images = self.confusion.sum(axis=1)
@@ -104,25 +116,43 @@ class Evaluation:
     def _summarize(self) -> str:
         low, high = self.interval
         images = pluralize(self.results[0].metrics.images, "image")
+        if self.is_multi_label:
+            facts = self.metrics["models"][0]
+            lower, upper = facts["mean_average_precision_interval"]
+            text = f"mAP {facts['mean_average_precision']:.1%} of {images}, 95 % interval {lower:.1%} to {upper:.1%}"
+            return f"{text}; F1 {facts['micro_f1']:.1%}, all labels right in {self.accuracy:.1%}"
         return f"{self.accuracy:.1%} of {images} correct, 95 % interval {low:.1%} to {high:.1%}"
 
     def _repr_html_(self) -> str:
         rows = {"result": self._summarize(), "model": self.metrics["models"][0]["model"], "data": self.metrics["data"]}
         for other, comparison in zip(self.metrics["models"][1:], self.metrics.get("comparisons", ()), strict=False):
-            rows[f"against {other['model']}"] = f"{other['top1']:.1%} correct, p = {comparison['p_value']:.2g}"
+            right = other.get("top1", other.get("exact_match"))
+            rows[f"against {other['model']}"] = f"{right:.1%} correct, p = {comparison['p_value']:.2g}"
         imperfect = [(accuracy, name) for name, accuracy in self.per_class.items() if accuracy < 1]
         if imperfect:
             weakest = sorted(imperfect)[:_WEAKEST_CLASSES]
-            rows["weakest classes"] = ", ".join(f"{name} ({accuracy:.0%})" for accuracy, name in weakest)
+            measure = "average precision " if self.is_multi_label else ""
+            rows["weakest classes"] = ", ".join(f"{name} ({measure}{score:.0%})" for score, name in weakest)
         if self.folder is not None:
             rows["folder"] = str(self.folder)
         parts = [notebook.render_table(rows)]
         if self.confusion is not None:
             parts.append(notebook.render_confusion(self.confusion, self.classes))
+        if self.is_multi_label:
+            parts.append(self._render_threshold_scores())
         parts.append(self._render_reliability())
         with contextlib.suppress(DataError):  # images that are gone by now
             parts += self._render_mistakes()
         return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
+
+    def _render_threshold_scores(self) -> str:
+        """F1 where one threshold served for all labels."""
+        thresholds, *scores = zip(*list_threshold_scores(self.results[0].evaluation.predictions), strict=True)
+        names = "all labels", "mean over classes"
+        lines = [ChartLine(name, thresholds, values) for name, values in zip(names, scores, strict=True)]
+        caption = "F1 by threshold, over all labels and averaged over classes"
+        chart = svg_charts.draw_lines(lines, label=caption, x_label="threshold of all labels", percent=True)
+        return notebook.render_figure(caption, chart)
 
     def _render_reliability(self) -> str:
         """How often predictions of each probability are correct."""
@@ -271,7 +301,7 @@ def _notify_of_dataset(dataset: Dataset, split: SplitName | None, notify: Notify
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ProbeResult:
-    """The accuracy of simple classifiers on a model's features; of patches their mean IoU.
+    """The accuracy of simple classifiers on a model's features; mAP of multi-label images, and of patches mean IoU.
 
     `vitrail.probe` returns it.
 
@@ -285,17 +315,22 @@ class ProbeResult:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The accuracy, or the mean IoU, of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
-        name = "miou" if "masks" in self.metrics else "top1"
+        """The accuracy, mAP or mean IoU of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
         return {
-            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score[name])
+            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score[self._measure])
             for score in self.metrics["scores"]
         }
+
+    @property
+    def _measure(self) -> str:
+        """The key of the score by which classifiers are compared."""
+        names = "miou", "mean_average_precision", "top1"
+        return next(name for name in names if name in self.metrics["scores"][0])
 
     def __repr__(self) -> str:
         images = pluralize(self.metrics["images"], f"{self.metrics['split']} image")
         scores = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in self.scores.items())
-        measure = "mean IoU on" if "masks" in self.metrics else "of"
+        measure = {"miou": "mean IoU on", "mean_average_precision": "mAP on", "top1": "of"}[self._measure]
         return f"ProbeResult({scores} {measure} {images})"
 
     def _repr_html_(self) -> str:
@@ -306,10 +341,11 @@ class ProbeResult:
 
     def _render_few_shot(self) -> str:
         """The few-shot accuracy by images per class, where there are several."""
-        points = sorted((score["shots"], float(score["top1"])) for score in self.metrics["scores"] if score["shots"])
+        name = self._measure
+        points = sorted((score["shots"], float(score[name])) for score in self.metrics["scores"] if score["shots"])
         if len(points) < 2:
             return ""
-        caption, (shots, accuracies) = "few-shot accuracy", zip(*points, strict=True)
+        caption, (shots, accuracies) = f"few-shot {'accuracy' if name == 'top1' else 'mAP'}", zip(*points, strict=True)
         line = ChartLine(caption, shots, accuracies)
         chart = svg_charts.draw_lines([line], label=caption, x_label="images per class", percent=True)
         return notebook.render_figure(caption, chart)

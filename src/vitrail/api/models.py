@@ -24,6 +24,14 @@ def get_model_name(model: AnyModel) -> str:
     raise UsageError(f"a model is a name, a path, a vitrail.Run or a vitrail.Trained, not {type(model).__name__}")
 
 
+def locate_model(model: AnyModel) -> str | None:
+    """Where a later command finds the model: an absolute path or a name; None for one in memory."""
+    if isinstance(model, Trained):
+        return None
+    name = get_model_name(model)
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
 def list_models(models: AnyModel | Sequence[AnyModel]) -> list[AnyModel]:
     """One or several models as a list."""
     given = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else [models]

@@ -66,8 +66,13 @@ class RunKeywords(TypedDict, total=False):
     """Refuse unreadable images and empty class folders."""
     balanced: bool
     """Give every class the same weight."""
+    class_weights: Mapping[str, float] | str | Path | None
+    """What multiplies the loss of each class's labels, 1 if it is not named: {"rose": 3}, or a CSV or JSON file."""
     train_on_val: bool
     """Train on the validation images too, once all choices are made."""
+    relabel: str | Path | None
+    """The suspects.csv that `suspects` wrote, with your decisions: labels are changed and images dropped before
+    anything else."""
 
 
 class FinetuneKeywords(RunKeywords, total=False):

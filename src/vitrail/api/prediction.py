@@ -1,98 +1,58 @@
 """Label images and extract features from Python: `vitrail.predict`, `vitrail.embed` and `vitrail.dense`."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail import __version__, remote
 from vitrail.api.images import Images, ListedImage, check_found, is_stdin, list_images
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import document_options
+from vitrail.api.prediction_files import PredictOptions, make_row_file
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, Progress, choose_progress, show_progress
-from vitrail.config import Precision, to_json
-from vitrail.config.features import AnyFeatureKind, FeatureKind, count_features, describe_features
+from vitrail.config import Precision
+from vitrail.config.features import FeatureKind, count_features, describe_features
 from vitrail.config.model import expand_image_size
+from vitrail.data.image_parts import select_part
 from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
-from vitrail.files import compute_sha256
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
     BulkSettings,
     check_supported,
+    choose_top,
     predict_images,
 )
 from vitrail.inference.classifier import Classifier, ExportedClassifier
 from vitrail.inference.precision import is_worth_compiling
 from vitrail.inference.prediction_rows import (
-    FORMAT_BY_SUFFIX,
-    FileFormat,
     PredictionItem,
     PredictionRow,
-    RowFile,
     RowTarget,
     WriteRows,
     WrittenRows,
 )
+from vitrail.inference.row_files import RowFile
 from vitrail.runtime import cpu_threads, distributed, workers
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.adapt import adapt
-from vitrail.weights.tensor_files import digest_tensors
 
 __all__ = ["PredictKeywords", "dense", "embed", "predict"]
 
 _CPU_BATCH, _GPU_BATCH = 64, 256  # images
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """What is computed for each image, and how."""
-
-    top: int = 1
-    """Labels per image."""
-    embed: bool = False
-    """Features instead of labels."""
-    features: AnyFeatureKind = "default"
-    normalize: bool = False
-    """Scale each image's features to length 1."""
-    attention: str | Path | None = None
-    """A folder for attention rollouts, one picture per image."""
-    out: str | Path | None = None
-    """A file for the rows: .csv, .jsonl, or for features .npy."""
-    batch: int | None = None
-    """None for 64, or 256 on a GPU."""
-    device: str | None = None
-    precision: Precision | None = None
-    """None for float32, or what the model's file records as faster on this processor with the same predictions."""
-    workers: int | None = None
-    """Threads that read images, and for a GPU processes; one per core by default."""
-    fetch_urls: bool = False
-    """Fetch URLs listed on standard input too."""
-
-    def __post_init__(self) -> None:
-        for name in ("top", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} is {value}; it must be at least 1")
-        if not self.embed and (self.normalize or self.features != "default"):
-            raise UsageError("--features and --normalize choose what --embed writes: add --embed")
-        for name, path in (("--out", self.out), ("--attention", self.attention)):
-            if path is not None and remote.is_remote(str(path)):
-                raise UsageError(f"{name} {path} must be a local path")
 
 
 class PredictKeywords(TypedDict, total=False):
@@ -114,7 +74,7 @@ def predict(
     model: AnyModel,
     images: Images,
     *,
-    top: int = 1,
+    top: int | None = None,
     out: str | Path | None = None,
     progress: Progress = True,
     notify: Notify | None = None,
@@ -129,14 +89,14 @@ def predict(
     - `model`: A name, a path, a `Run` or a `Trained`, or an exported .onnx or .xml.
     - `images`: Files, folders, globs, shards or lists, which must exist; Pillow images, arrays, tensors or bytes of
       files; or a torch Dataset, whose labels are left out.
-    - `top`: Labels per image.
-    - `out`: Also write the rows to this .csv or .jsonl file, as the command does.
+    - `top`: Labels per image; by default 1, or all above the thresholds of a multi-label model that has them.
+    - `out`: Also write the rows to this .csv, .jsonl or .parquet file, as the command does.
     - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
     notes = NoteCollector(notify)
-    rows = _collect_rows(model, listed, predict_options, notes, progress)
+    rows = collect_rows(model, listed, predict_options, notes, progress)
     first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
@@ -150,6 +110,8 @@ def embed(
     *,
     features: FeatureKind = "default",
     normalize: bool = False,
+    out: str | Path | None = None,
+    float16: bool = False,
     progress: Progress = True,
     notify: Notify | None = None,
     **options: Unpack[PredictKeywords],
@@ -168,10 +130,14 @@ def embed(
     - `features`: "class" is the class token, "mean" the mean of the patch tokens, "class-mean" both in one row, "map"
       attention pooling, each where the model has it; "default" is what its head reads.
     - `normalize`: Scale each image's features to length 1.
+    - `out`: Also write the features to this .npy, .parquet or .jsonl file or folder/, as the command does.
+    - `float16`: Store them so in `out`; the result is float32.
     - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    embed_options = PredictOptions(embed=True, features=features, normalize=normalize, **options)
+    embed_options = PredictOptions(
+        embed=True, features=features, normalize=normalize, out=out, float16=float16, **options
+    )
     return _collect_features(model, list_images(images), embed_options, NoteCollector(notify), progress)
 
 
@@ -212,7 +178,7 @@ def dense(
 def _collect_features(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> NDArray[np.float32]:
-    rows = _collect_rows(model, images, options, notify, progress)
+    rows = collect_rows(model, images, options, notify, progress)
     features = []
     for row in rows:
         if row.features is None:
@@ -232,10 +198,10 @@ class _CollectedRows(NamedTuple):
     can_continue: bool = False
 
     def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:  # noqa: ARG002
-        """Nothing is written before, unless the file has rows, which are computed again for the result."""
+        """Nothing is written before, and a file that has rows is refused; a new one gets its record."""
         if self.file is not None and self.file.path.exists():
             raise UsageError(f"{self.file.path} exists: give another `out`, or remove it")
-        return WrittenRows(), []
+        return (WrittenRows(), []) if self.file is None else self.file.find_written(iter(()))
 
     @contextlib.contextmanager
     def open_writer(self, written: WrittenRows) -> Iterator[WriteRows]:
@@ -251,19 +217,14 @@ class _CollectedRows(NamedTuple):
             yield keep
 
 
-def _collect_rows(
+def collect_rows(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> list[PredictionRow]:
     check_found(images)
     rows = list[PredictionRow]()
 
-    def make_target(classifier: AnyClassifier) -> RowTarget:
-        if options.out is None:
-            return _CollectedRows(rows, None)
-        row_format = FORMAT_BY_SUFFIX.get(Path(options.out).suffix.lower())
-        if row_format is None or row_format == "npy":
-            raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
-        return _CollectedRows(rows, make_row_file(classifier, options, row_format))
+    def make_target(classifier: AnyClassifier, listing: str) -> RowTarget:
+        return _CollectedRows(rows, None if options.out is None else make_row_file(classifier, options, model, listing))
 
     run_prediction(model, images, options, make_target, notify=notify, progress=choose_progress(progress))
     return rows
@@ -276,7 +237,7 @@ def run_prediction(
     model: AnyModel,
     images: Sequence[ListedImage],
     options: PredictOptions,
-    make_target: Callable[[AnyClassifier], RowTarget],
+    make_target: Callable[[AnyClassifier, str], RowTarget],
     *,
     notify: Notify,
     progress: ShowProgress = show_progress,
@@ -284,15 +245,16 @@ def run_prediction(
     """Predict images and write a row for each to the target; also return a note on photos that no decoder reads."""
     with distributed.join_process_group(options.device) as (group, device):
         cpu_threads.keep_freed_memory()
-        total = distributed.all_reduce_max(_count_images(images) if group.is_rank0 else 0, device)
-        classifier = _open_classifier(model, options, device, group, notify, total=total)
+        skipped = Counter[str]()
+        refs, count, listing = _select_images(images if group.is_rank0 else [], options, skipped)
+        total = distributed.all_reduce_max(count, device)
+        classifier = open_classifier(model, options, device, group, notify, total=total)
         if isinstance(classifier, Classifier):
             check_supported(classifier, embed=options.embed, attention=options.attention is not None)
         threads = max(1, workers.count_available_cores() if options.workers is None else options.workers)
-        skipped = Counter[str]()
-        items = _iterate_items(images, options, skipped) if group.is_rank0 else iter(())
+        items = _iterate_items(refs, options)
         settings = BulkSettings(
-            top=options.top,
+            top=choose_top(classifier, options.top),
             embed=options.embed,
             threads=threads,
             processes=workers.count_loader_workers(options.workers),
@@ -303,9 +265,20 @@ def run_prediction(
         with progress("predicting") as report:
             if options.attention is not None and (options.out is None or not Path(options.out).exists()):
                 _check_empty(Path(options.attention))
-            target = distributed.run_on_rank0(lambda: make_target(classifier))
+            target = distributed.run_on_rank0(lambda: make_target(classifier, listing))
             result = predict_images(classifier, items, target, settings, total=total, progress=report)
         return result, describe_skipped(skipped)
+
+
+def _select_images(
+    images: Sequence[ListedImage], options: PredictOptions, skipped: "Counter[str]"
+) -> tuple[Iterator[ImageRef], int, str]:
+    """The images, their number where it is known, and for a part the digest of the list that was divided."""
+    if options.part is None:
+        return _iterate_refs(images, options, skipped), _count_images(images), ""
+    names = [str(image) for image in images if isinstance(image, str | Path)]
+    selected = select_part(names, options.part, fetch_urls=options.fetch_urls, skipped=skipped)
+    return selected.images, selected.total, selected.listing
 
 
 def _make_drawer(
@@ -319,10 +292,7 @@ def _make_drawer(
     return draw_pictures
 
 
-def _iterate_items(
-    images: Sequence[ListedImage], options: PredictOptions, skipped: "Counter[str]"
-) -> Iterator[PredictionItem]:
-    refs = _iterate_refs(images, options, skipped)
+def _iterate_items(refs: Iterator[ImageRef], options: PredictOptions) -> Iterator[PredictionItem]:
     if options.attention is None:
         return (PredictionItem(image) for image in refs)
     return (PredictionItem(image, path) for image, path in iterate_picture_paths(refs, Path(options.attention)))
@@ -345,7 +315,7 @@ def _count_images(images: Sequence[ListedImage]) -> int:
     return in_memory + sum(1 for _ in iter_image_refs(paths)) if can_count_images(paths) else 0
 
 
-def _open_classifier(
+def open_classifier(
     model: AnyModel,
     options: PredictOptions,
     device: torch.device,
@@ -382,11 +352,8 @@ def _open_classifier(
 
 def _open_exported(model: str, options: PredictOptions, notify: Notify) -> ExportedClassifier:
     """Open an exported file in its runtime, which gives labels alone."""
-    refused = {
-        "--embed": options.embed,
-        "--attention": None if options.attention is None else str(Path(options.attention)),
-        "--precision": options.precision,
-    }
+    attention = None if options.attention is None else str(Path(options.attention))
+    refused = {"--embed": options.embed, "--attention": attention, "--precision": options.precision}
     for option, value in refused.items():
         if value:
             raise UsageError(f"{option} is for models, and {model} is an exported file: give the model it was made of")
@@ -397,54 +364,7 @@ def _open_exported(model: str, options: PredictOptions, notify: Notify) -> Expor
     return ExportedClassifier(exported, batch_size=options.batch or _CPU_BATCH)
 
 
-def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat) -> RowFile:
-    """The file of the rows, which a later command with the same options continues."""
-    assert options.out is not None
-    command: dict[str, Any] = {
-        "vitrail": __version__,
-        **_identify_model(classifier),
-        "format": row_format,
-        "--top": options.top,
-        "--embed": options.embed,
-        "--batch": classifier.batch_size,
-        "--attention": None if options.attention is None else str(Path(options.attention)),
-    }
-    config = classifier.model.config if isinstance(classifier, Classifier) else None
-    if config is not None and options.embed:
-        command |= {"--features": describe_features(config, options.features), "--normalize": options.normalize}
-    return RowFile(
-        path=Path(options.out),
-        row_format=row_format,
-        command=command,
-        batch=classifier.batch_size,
-        ranks=min(options.top, len(classifier.labels)),
-        features=0 if config is None else count_features(config, options.features),
-        attention=options.attention is not None,
-    )
-
-
 def _check_empty(folder: Path) -> None:
     """Refuse a folder in which pictures could replace somebody's images."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--attention {folder} must be a folder that is new or empty")
-
-
-def _identify_model(classifier: AnyClassifier) -> dict[str, Any]:
-    """What distinguishes one model from another in the record of a file of rows."""
-    if isinstance(classifier, ExportedClassifier):
-        path = classifier.path
-        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ONNX ones
-        return {"model": " ".join(compute_sha256(file) for file in (path, weights) if file.is_file())}
-    return {
-        "model": {
-            "weights": digest_tensors(classifier.model.state_dict()),
-            "config": to_json(classifier.model.config),
-            "preprocess": to_json(classifier.preprocess),
-            "labels": classifier.labels,
-            "temperature": classifier.temperature,
-            "threshold": classifier.threshold,
-            "multi_label": classifier.multi_label,
-        },
-        "features": classifier.model.config.num_features,
-        "--precision": classifier.precision,
-    }

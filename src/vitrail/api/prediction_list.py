@@ -14,7 +14,7 @@ from vitrail.data.decode import decode
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
-from vitrail.inference.classifier import RankedLabels
+from vitrail.inference.classifier import NO_LABEL, RankedLabels
 
 _SHOWN_LABELS = 5
 _SHOWN_ROWS = 50  # rows of a table in a notebook
@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
     image: str
     labels: RankedLabels
-    """(label, probability), the likeliest first."""
+    """(label, probability), the likeliest first; of a multi-label model perhaps none."""
     error: str = ""
 
     @property
@@ -110,4 +110,4 @@ def _render_thumbnail(image: ImageRef) -> str:
 
 
 def _format_labels(labels: RankedLabels) -> str:
-    return ", ".join(f"{label} {probability:.1%}" for label, probability in labels)
+    return ", ".join(f"{label} {probability:.1%}" for label, probability in labels) or NO_LABEL

@@ -18,6 +18,7 @@ from vitrail.api.progress import NoteCollector
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize, strip_control_characters
+from vitrail.inference.feature_index import open_index
 from vitrail.runtime import cpu_threads
 from vitrail.runtime.workers import Notify
 from vitrail.serving import decoder_processes
@@ -49,6 +50,10 @@ class ServeOptions:
     max_megapixels: float = 50.0
     api_key_file: Path | None = None
     """A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY."""
+    index: Path | None = None
+    """An index of a served model's features, to search."""
+    image_root: Path | None = None
+    """The folder below which thumbnails of the index's images are read."""
     device: str | None = None
     precision: Precision | None = None
 
@@ -56,6 +61,8 @@ class ServeOptions:
         for name in ("batch", "queue", "deadline", "max_megabytes", "max_megapixels"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
+        if self.image_root is not None and self.index is None:
+            raise UsageError(f"--image-root {self.image_root} is for the images of an index: add --index INDEX")
 
 
 class ServeKeywords(TypedDict, total=False):
@@ -79,6 +86,10 @@ class ServeKeywords(TypedDict, total=False):
     """Size of an image, at most."""
     api_key_file: str | Path | None
     """A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY."""
+    index: str | Path | None
+    """An index of a served model's features, to search: a folder that `vitrail.index` wrote."""
+    image_root: str | Path | None
+    """The folder below which thumbnails of the index's images are read; without it there are none."""
     device: str | None
     """cpu, cuda or mps; the best device available by default."""
     precision: Precision | None
@@ -173,6 +184,7 @@ def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Not
     from vitrail.serving import server
 
     key = _read_api_key(options.api_key_file)
+    index = None if options.index is None else open_index(options.index)
     cpu_threads.keep_freed_memory()
     listener = server.open_listener(options.host, options.port)
     with contextlib.ExitStack() as stack:
@@ -193,12 +205,17 @@ def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Not
             limits=RequestLimits(options.max_megabytes, options.max_megapixels),
             key=key,
             hosts=AllowedHosts(listener.getsockname()[0], options.host_name),
+            index=index,
+            image_root=options.image_root,
         )
         service.decoders.start()
         cpu_threads.lower_thread_priority()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             notify(f"model: {strip_control_characters(served.name)} on {where}")
+        if service.index is not None:
+            images = pluralize(len(service.index.index.rows), "image")
+            notify(f"index: {images}, by the features of {strip_control_characters(service.index.model)}")
         listener.listen()  # whoever reads the address may send requests at once
         stack.pop_all()
     return service, listener

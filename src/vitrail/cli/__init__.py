@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vitrail.errors import INTERRUPTED_EXIT_CODE, OUT_OF_SPACE_EXIT_CODE, UsageError, VitrailError
+from vitrail.runtime.waiting_threads import let_threads_sleep
 
 
 class Command(NamedTuple):
@@ -99,6 +100,26 @@ COMMAND_GROUPS = {
             "vitrail figures runs/finetune holiday/*.jpg --out figures",
         ),
     },
+    "large collections": {
+        "merge": Command(
+            "merge the parts that predict --part wrote to one file",
+            "merge.run",
+            "evaluation.MergeArguments",
+            "vitrail merge rows.parquet",
+        ),
+        "index": Command(
+            "make the features of images searchable",
+            "index.run",
+            "search.IndexArguments",
+            "vitrail index features.npy --out photos.index",
+        ),
+        "search": Command(
+            "find the images of an index most similar to yours",
+            "search.run",
+            "search.SearchArguments",
+            "vitrail search photos.index cat.jpg --top 20",
+        ),
+    },
     "models and formats": {
         "list": Command(
             "list the model presets and weight formats, or the recipes",
@@ -153,6 +174,12 @@ COMMAND_GROUPS = {
             "data.CheckArguments",
             "vitrail data check photos --out data_report.json",
         ),
+        "data suspects": Command(
+            "rank likely label errors, on a page to decide about each",
+            "suspects.run",
+            "data.SuspectsArguments",
+            "vitrail data suspects photos --model hf:google/vit-base-patch16-224",
+        ),
         "data pack": Command(
             "pack a dataset into tar shards (WebDataset)",
             "data.pack_dataset",
@@ -188,10 +215,63 @@ COMMAND_GROUPS = {
             "studies.TableArguments",
             "vitrail study table runs/sweep-cifar10 --csv table.csv",
         ),
+        "study paper": Command(
+            "list the paper's findings beside what was measured here",
+            "study.print_findings",
+            "studies.FindingsArguments",
+            "vitrail study paper > findings.md",
+        ),
+        "study data-size": Command(
+            "compare architectures by the number of pre-training images",
+            "paper_study.run_data_size",
+            "studies.PaperStudyArguments",
+            "vitrail study data-size --data tiny-imagenet --parallel 4",
+        ),
+        "study compute": Command(
+            "compare architectures by their pre-training compute",
+            "paper_study.run_compute",
+            "studies.PaperStudyArguments",
+            "vitrail study compute --data tiny-imagenet --parallel 4",
+        ),
+        "study size": Command(
+            "compare sizes of ViT on few images without augmentation",
+            "paper_study.run_size",
+            "studies.PaperStudyArguments",
+            "vitrail study size --data tiny-imagenet",
+        ),
+        "study resolution": Command(
+            "fine-tune at a higher resolution, with resampled positions",
+            "paper_study.run_resolution",
+            "studies.PaperStudyArguments",
+            "vitrail study resolution --data tiny-imagenet",
+        ),
+        "study positions": Command(
+            "compare kinds of position embeddings",
+            "paper_study.run_positions",
+            "studies.PaperStudyArguments",
+            "vitrail study positions --data tiny-imagenet --runs 3",
+        ),
+        "study head": Command(
+            "compare class token, average and attention pooling",
+            "paper_study.run_head",
+            "studies.PaperStudyArguments",
+            "vitrail study head --data tiny-imagenet",
+        ),
+        "study shape": Command(
+            "vary depth, width, MLP and patch",
+            "paper_study.run_shape",
+            "studies.PaperStudyArguments",
+            "vitrail study shape --data tiny-imagenet",
+        ),
+        "study optimizer": Command(
+            "compare Adam and SGD for pre-training a ResNet",
+            "paper_study.run_optimizer",
+            "studies.PaperStudyArguments",
+            "vitrail study optimizer --data tiny-imagenet",
+        ),
     },
 }
 """The commands, in the order of `vitrail --help`."""
-_BUSY_LOAD = 0.4  # running processes per core
 _MIN_SIMILARITY = 0.65  # of an unknown command to one that is suggested: eval to evaluate, but not precision to recipe
 COMMANDS = {verb: command for commands in COMMAND_GROUPS.values() for verb, command in commands.items()}
 start_time = time.monotonic()
@@ -262,18 +342,10 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
         print(_import_attribute("vitrail.cli", "help.format_command_help")(verb, command, signature))
         return
     arguments = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, signature, rest)
-    if getattr(arguments, "minutes", None) is not None or _is_machine_busy():
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it
+    let_threads_sleep(always=getattr(arguments, "minutes", None) is not None)  # before the body imports torch
     body = _import_attribute("vitrail.cli", command.body)
     with _import_attribute("vitrail.api", "keyword_errors.keep_option_names")():
         body(arguments)
-
-
-def _is_machine_busy() -> bool:
-    """Whether other processes use the cores. Threads that spin while they wait for each other then take 3 to 15 times
-    as long as threads that sleep; on idle cores they take 0.5 to 0.9 times as long, and small models gain most."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load >= _BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def _import_attribute(package: str, name: str) -> Any:

@@ -1,9 +1,11 @@
 """`vitrail data check|get|list|pack|remove`: datasets, before anyone trains on them."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from vitrail.api.models import load_trained
 from vitrail.cli import output
 from vitrail.cli.arguments.data import (
     CheckArguments,
@@ -13,15 +15,20 @@ from vitrail.cli.arguments.data import (
     RemoveArguments,
 )
 from vitrail.data import image_scan, public_datasets
-from vitrail.data.audit import audit_dataset, keep_eval_splits, read_excluded_images
+from vitrail.data.audit import EmbeddingPairs, audit_dataset, keep_eval_splits, read_excluded_images
 from vitrail.data.dataset import Dataset, without_images
 from vitrail.data.imagenet import describe_release
 from vitrail.data.pack import pack
+from vitrail.data.relabel import relabel_dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
+from vitrail.evaluation.feature_duplicates import DEFAULT_THRESHOLD, extract_scan_features, find_feature_duplicates
 from vitrail.files import get_data_home, write_atomically
 from vitrail.formatting import format_bytes, format_count, pluralize
-from vitrail.runtime.workers import count_available_cores
+from vitrail.inference.cosine_search import check_threshold
+from vitrail.runtime.devices import resolve_device
+from vitrail.runtime.workers import count_available_cores, count_loader_workers
+from vitrail.weights.trained import Trained
 
 _MAX_LISTED = 20
 _SLOW_COMPARISON_IMAGES = 20_000
@@ -60,6 +67,7 @@ def check_dataset(arguments: CheckArguments) -> None:
 
 
 def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict[str, Any]:
+    trained = _load_embedding_model(arguments)
     other = None if arguments.against is None else keep_eval_splits(open_dataset(arguments.against))
     output.print_note(f"data: {dataset.name}")
     max_decoded = num_images if arguments.decode_all else image_scan.MAX_DECODED_IMAGES
@@ -70,7 +78,35 @@ def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict
         other_scan = None if other is None else image_scan.scan_dataset(other, progress=progress)
     if len(scan.fingerprinted_images) > _SLOW_COMPARISON_IMAGES:
         output.print_note("looking for duplicates (two minutes for 100,000 images)")
-    return audit_dataset(scan, other_scan)
+    pairs = None if trained is None else _find_embedding_pairs(scan, trained, arguments)
+    return audit_dataset(scan, other_scan, pairs)
+
+
+def _load_embedding_model(arguments: CheckArguments) -> Trained | None:
+    """The model of --embedding, loaded before the images are read; None without the option."""
+    if arguments.threshold is not None:
+        if arguments.embedding is None:
+            raise UsageError(f"--threshold {arguments.threshold:g} is of pairs by features: add --embedding MODEL")
+        check_threshold(arguments.threshold)
+    if arguments.embedding is None:
+        return None
+    trained = load_trained(arguments.embedding, output.print_note)
+    return dataclasses.replace(trained, model=trained.model.to(resolve_device(arguments.compute.device)))
+
+
+def _find_embedding_pairs(scan: image_scan.DatasetScan, trained: Trained, arguments: CheckArguments) -> EmbeddingPairs:
+    """The probable duplicates by the features of a model."""
+    assert arguments.embedding is not None
+    batch, workers = arguments.compute.batch, count_loader_workers(arguments.compute.workers)
+    threshold = DEFAULT_THRESHOLD if arguments.threshold is None else arguments.threshold
+    with output.show_progress("computing features") as progress:
+        found = extract_scan_features(trained, scan, batch=batch, workers=workers, progress=progress)
+    device = next(trained.model.parameters()).device
+    with output.show_progress("comparing features") as progress:
+        pairs = find_feature_duplicates(found.values, threshold, device=device, progress=progress)
+    return EmbeddingPairs(
+        arguments.embedding, threshold, len(found.images), found.images[pairs.rows], pairs.similarities
+    )
 
 
 def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -> str:
@@ -155,8 +191,21 @@ def _format_duplicates(report: dict[str, Any]) -> Rows:
             "warning",
             f"{pluralize(duplicates['different_labels'], 'group')} of these with different labels",
         )
+    if "embedding" in report:
+        yield from _format_embedding(report["embedding"])
     if "against" in report:
         yield from _format_against(report["against"])
+
+
+def _format_embedding(embedding: dict[str, Any]) -> Rows:
+    new, known = pluralize(embedding["new_pairs"], "more pair"), embedding["also_by_fingerprints"]
+    shown = f"{new} with a score of {embedding['threshold']:g} or more, beside {known:,} of the above"
+    yield "by features", f"{shown}; compared {pluralize(embedding['compared'], 'image')}"
+    if embedding["across_splits"]:
+        yield "warning", f"{pluralize(embedding['across_splits'], 'pair')} of these across splits: look at them"
+    yield from _list_first_lines(
+        [f"{pair['score']:.2f}: {' = '.join(map(_format_image, pair['images']))}" for pair in embedding["pairs"]]
+    )
 
 
 def _format_against(against: dict[str, Any]) -> Rows:
@@ -197,8 +246,12 @@ def pack_dataset(arguments: PackArguments) -> None:
     dataset = open_dataset(arguments.data)
     _print_pack_notes(dataset)
     before = sum(map(len, dataset.splits.values()))
+    dataset = relabel_dataset(dataset, arguments.relabel)
+    if dataset.label_changes is not None:
+        output.print_note(f"note: {dataset.label_changes.summary}, by {arguments.relabel}")
     if arguments.leave_out is not None:
         dataset = without_images(dataset, read_excluded_images(arguments.leave_out, dataset))
+    if arguments.leave_out is not None or dataset.label_changes is not None:
         for sentence in _describe_empty_classes(dataset):
             output.print_note(f"warning: {sentence}")
     try:
@@ -215,7 +268,7 @@ def pack_dataset(arguments: PackArguments) -> None:
         output.print_json({"written": str(out), "images": images, "left_out": excluded, "bytes": num_bytes})
         return
     rows = [("images", _format_counts(images))]
-    if arguments.leave_out is not None:
+    if excluded or arguments.leave_out is not None:
         rows.append(("left out", format_count(excluded)))
     size = f"{pluralize(len(shards), 'shard')}, {format_bytes(num_bytes)}"
     output.print_table([*rows, ("written", f"{out} ({size})")])

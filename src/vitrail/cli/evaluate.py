@@ -17,9 +17,11 @@ _COLUMN_TITLES = {
     "top1": "top-1",
     "top5": "top-5",
     "exact_match": "exact match",
+    "mean_average_precision": "mAP",
     "micro_f1": "F1",
     "macro_f1": "F1 per class",
-    "mean_average_precision": "mAP",
+    "precision": "precision",
+    "recall": "recall",
     "real": "ReaL",
     "macro": "per class",
     "loss": "loss",
@@ -69,16 +71,22 @@ def _print_result(facts: dict[str, Any], folder: Path, *, as_json: bool) -> None
             f"only {pair['model']} is correct on {pluralize(pair['only_first'], 'image')}, only {pair['against']}"
             f" on {pair['only_second']:,}: p = {pair['p_value']:.2g} (McNemar's test)"
         )
+    if empty := models[0].get("classes_without_images"):
+        output.print_note(f"{pluralize(empty, 'class')} without an image: averages over classes omit them")
     output.print_note(f"{_summarize_best(models)}; tables and figures: {folder}")
 
 
 def _summarize_best(models: Sequence[dict[str, Any]]) -> str:
     """The result in one line, that of the best of several models."""
-    name, what = ("top1", "correct") if "top1" in models[0] else ("exact_match", "with exactly their labels")
+    multi_label = "mean_average_precision" in models[0]
+    name = "mean_average_precision" if multi_label else "top1"
     best = max(models, key=lambda model: float(model[name]))
     low, high = best[f"{name}_interval"]
-    images = pluralize(best["images"], "image")
-    right = f"{best[name]:.1%} of {images} {what} ({100 * low:.1f} to {100 * high:.1f})"
+    images, interval = pluralize(best["images"], "image"), f"({100 * low:.1f} to {100 * high:.1f})"
+    right = f"{best[name]:.1%} of {images} correct {interval}"
+    if multi_label:
+        right = f"mAP {best[name]:.1%} {interval} of {images}, F1 {best['micro_f1']:.1%}"
+        right += f", all labels right in {best['exact_match']:.1%}"
     return right if len(models) == 1 else f"best of {len(models)} models: {best['model']}, {right}"
 
 

@@ -31,7 +31,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 _PRETRAINED_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME"
 _MODEL_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16"
-_DATA_FORMS = "A folder, a .csv or .jsonl, shards, a downloaded dataset, digits, or hf:ORG/NAME"
+_DATA_FORMS = "A folder, a .csv or .jsonl, shards, Parquet files, a downloaded dataset, digits, or hf:ORG/NAME"
 
 Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
 Data = Annotated[str, Positional, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]
@@ -120,11 +120,17 @@ class DataOptions:
 
     balanced: bool = False
     """Give every class the same weight, however many images it has (logit adjustment)."""
+    class_weights: OptionalFile = None
+    """A CSV file with the columns class and weight, or a JSON object: what multiplies the loss of each class's labels.
+    Classes that it does not name have 1."""
     strict: bool = False
     """Refuse unreadable images and empty class folders. By default, up to a tenth of the images may be unreadable and
     are left out."""
     train_on_val: bool = False
     """Train on the validation images too, once all choices are made; then the last weights are kept."""
+    relabel: Annotated[OptionalFile, arg(metavar="SUSPECTS")] = None
+    """The suspects.csv of `data suspects` with your decisions: labels are changed and images dropped before anything
+    else."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,4 +30,4 @@ def format_subcommands(verb: str, commands: Mapping[str, Command]) -> str:
 
 
 def _format_summaries(commands: Mapping[str, Command]) -> list[str]:
-    return [f"  {verb:14}{command.summary}" for verb, command in commands.items()]
+    return [f"  {verb:18}{command.summary}" for verb, command in commands.items()]

@@ -1,15 +1,20 @@
-"""`vitrail plan RECIPE`: the cost of a run before it starts, or the script that runs it on a cluster."""
+"""`vitrail plan RECIPE`: the cost of a run before it starts, or the job that runs it on a cluster."""
 
+import dataclasses
+import math
 from typing import Any
 
+from vitrail import presets
 from vitrail.cli import output
 from vitrail.cli.arguments.training import PlanArguments
-from vitrail.formatting import format_bytes, format_count, format_duration, pluralize
+from vitrail.errors import UsageError
+from vitrail.formatting import format_bytes, format_count, format_duration, format_rate, pluralize
 from vitrail.training import plan
+from vitrail.training.train_job import make_train_job
 
 
 def run(arguments: PlanArguments) -> None:
-    """Print the estimate or the script."""
+    """Print the estimate or the job."""
     machine = plan.PlannedMachine(
         gpu=arguments.gpu,
         nodes=arguments.nodes,
@@ -19,6 +24,11 @@ def run(arguments: PlanArguments) -> None:
         shard=arguments.shard,
         efficiency=plan.DEFAULT_EFFICIENCY if arguments.efficiency is None else arguments.efficiency,
     )
+    if arguments.predict is not None:
+        _plan_prediction(arguments, machine)
+        return
+    if arguments.embed or arguments.float16:
+        raise UsageError("--embed and --float16 are for the prediction of many images: add --predict N")
     recipe, images = plan.choose_recipe(
         arguments.name,
         epochs=arguments.epochs,
@@ -26,9 +36,12 @@ def run(arguments: PlanArguments) -> None:
         batch=arguments.batch,
         data_images=arguments.data_images,
     )
+    if arguments.sbatch and arguments.kubernetes:
+        raise UsageError("--sbatch and --kubernetes print two different jobs: give one of them")
     script = plan.make_sbatch_script(arguments.name, recipe, machine) if arguments.sbatch else None
-    if script is not None and not arguments.output.json:
-        print(script, end="")
+    train_job = make_train_job(arguments.name, recipe, machine) if arguments.kubernetes else None
+    if (script or train_job) and not arguments.output.json:
+        print(script or train_job, end="")
         return
     published = plan.find_published_cost(arguments.name, recipe, images)
     facts = {
@@ -36,6 +49,7 @@ def run(arguments: PlanArguments) -> None:
         **plan.plan_run(recipe, images, machine, classes=arguments.classes),
         "paper": None if published is None else published._asdict(),
         "sbatch": script,
+        "kubernetes": train_job,
     }
     if arguments.output.json:
         output.print_json(facts)
@@ -43,16 +57,60 @@ def run(arguments: PlanArguments) -> None:
         _print_plan(facts)
 
 
-def _print_plan(facts: dict[str, Any]) -> None:
-    machine, disk = facts["machine"], facts["disk"]
+def _plan_prediction(arguments: PlanArguments, machine: plan.PlannedMachine) -> None:
+    """Print what predicting so many images takes."""
+    training = ("epochs", "steps", "batch", "data_images", "sbatch")
+    named = [f"--{name.replace('_', '-')}" for name in training if getattr(arguments, name) not in (None, False)]
+    if named:
+        advice = "; `vitrail predict --sbatch N` prints the job" if arguments.sbatch else ""
+        raise UsageError(f"{', '.join(named)} is for training, and --predict is given: omit one{advice}")
+    assert arguments.predict is not None
+    from vitrail.training import prediction_plan
+    from vitrail.weights import load
+
+    is_preset = load.find_model_path(arguments.name) is None and presets.has_preset(arguments.name)
+    config = presets.get_preset_config(arguments.name) if is_preset else load.load(arguments.name).model.config
+    if is_preset:
+        config = dataclasses.replace(config, classes=arguments.classes)
+    facts = {"model": arguments.name} | prediction_plan.plan_prediction(
+        config, arguments.predict, machine, embed=arguments.embed, float16=arguments.float16
+    )
+    if arguments.output.json:
+        output.print_json(facts)
+        return
+    rate, cores = format_rate(facts["images_per_second"]), math.ceil(facts["decoding_cores"])
+    values = f"{facts['features']:,} features" if arguments.embed else "a label"
+    decoding = f"at {prediction_plan.IMAGES_PER_CORE} JPEGs of 256 pixels per second and core (assumed)"
+    output.print_table(
+        [
+            ("model", facts["model"]),
+            ("machine", _describe_machine(facts["machine"])),
+            ("parameters", format_count(facts["parameters"])),
+            ("FLOPs", f"{facts['flops_per_image'] / 1e9:,.1f} G per image, in bfloat16 (assumed)"),
+            ("time", f"{format_duration(facts['seconds'])}, {_format_number(facts['gpu_hours'])} GPU-hours, {rate}"),
+            ("decoding", f"{pluralize(cores, 'core')} to keep up, {decoding}"),
+            (
+                "output",
+                f"{format_bytes(facts['bytes'])}: {values} per image, {facts['row_bytes']:,} bytes with its path",
+            ),
+        ]
+    )
+
+
+def _describe_machine(machine: dict[str, Any]) -> str:
     nodes = f"{machine['nodes']} nodes of " if machine["nodes"] > 1 else ""
     share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each (assumed)"
+    return f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"
+
+
+def _print_plan(facts: dict[str, Any]) -> None:
+    machine, disk = facts["machine"], facts["disk"]
     epochs = pluralize(facts["epochs"], "epoch")
     checkpoint, weights = format_bytes(disk["checkpoint"]), format_bytes(disk["weights"])
     exaflops, days = _format_totals(facts)
     rows = [
         ("run", facts["name"] if facts["name"] == facts["model"] else f"{facts['name']}: {facts['model']}"),
-        ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
+        ("machine", _describe_machine(machine)),
         ("parameters", format_count(facts["parameters"])),
         ("FLOPs", f"{facts['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
         ("steps", f"{facts['steps']:,} with a batch of {facts['batch']:,}, {epochs}"),

@@ -3,35 +3,31 @@
 import contextlib
 import io
 import sys
+import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from vitrail.api.prediction import PredictOptions, make_row_file, run_prediction
+from vitrail.api.prediction import run_prediction
+from vitrail.api.prediction_files import PredictOptions, make_row_file
 from vitrail.cli import output
 from vitrail.cli.arguments.evaluation import PredictArguments
+from vitrail.cli.prediction_job import make_sbatch_script
+from vitrail.data.image_parts import AUTO, parse_part
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import pluralize, strip_control_characters
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
 )
-from vitrail.inference.prediction_rows import (
-    FORMAT_BY_SUFFIX,
-    FileFormat,
-    PredictionItem,
-    PredictionRow,
-    RowTarget,
-    WriteRows,
-    WrittenRows,
-    format_header,
-    format_row,
-)
+from vitrail.inference.classifier import NO_LABEL
+from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, RowTarget, WriteRows, WrittenRows
+from vitrail.inference.row_files import FileFormat, find_file_format
+from vitrail.inference.text_rows import format_header, format_row
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import silence_other_ranks
 from vitrail.runtime.workers import hide_progress
 
-RowFormat = FileFormat | Literal["table"]
+PrintedFormat = Literal["table", "csv", "jsonl"]
 _MAX_COUNTED_LABELS = 5  # labels whose images are counted at the end
 _MAX_LABEL_WIDTH = 30  # characters of a label in a table
 
@@ -40,25 +36,35 @@ def run(arguments: PredictArguments) -> None:
     """Predict the images and write the rows."""
     if not arguments.paths:
         raise UsageError("name the images: files, folders, globs, shards, or - for a list on standard input")
+    row_format = _choose_format(arguments)
+    if arguments.sbatch is not None:
+        print(make_sbatch_script(arguments), end="")
+        return
+    part = None if arguments.part is None else parse_part(arguments.part)
+    if arguments.part == AUTO:
+        distributed.leave_process_group()
     options = PredictOptions(
         top=arguments.top,
         embed=arguments.embed,
         features=arguments.features,
         normalize=arguments.normalize,
+        float16=arguments.float16,
         attention=arguments.attention,
         out=arguments.out,
+        row_format=None if row_format == "table" or arguments.out is None else row_format,
+        part=part,
         batch=arguments.batch,
         device=arguments.device,
         precision=arguments.precision,
         workers=arguments.workers,
         fetch_urls=arguments.fetch_urls,
     )
-    row_format = _choose_format(arguments)
 
-    def make_target(classifier: AnyClassifier) -> RowTarget:
-        if options.out is None or row_format == "table":
-            return StdoutRows(row_format, classifier.labels, options.attention is not None)
-        return make_row_file(classifier, options, row_format)
+    def make_target(classifier: AnyClassifier, listing: str) -> RowTarget:
+        if options.out is None:
+            assert row_format in typing.get_args(PrintedFormat)
+            return StdoutRows(typing.cast(PrintedFormat, row_format), classifier.labels, options.attention is not None)
+        return make_row_file(classifier, options, arguments.model, listing)
 
     rows_on_screen = arguments.out is None and sys.stdout.isatty()  # which a progress bar would run into
     progress = hide_progress if rows_on_screen else output.show_progress
@@ -66,7 +72,7 @@ def run(arguments: PredictArguments) -> None:
         result, skipped = run_prediction(
             arguments.model, arguments.paths, options, make_target, notify=output.print_note, progress=progress
         )
-        output.print_note(_summarize(result, arguments.out) + skipped)
+        output.print_note(_summarize(result, None if arguments.out is None else result.target) + skipped)
     if result.written.failed and distributed.read_process_group().is_rank0:
         images = pluralize(result.written.images, "image")
         raise DataError(f"{result.written.failed:,} of {images} cannot be read; the error column says why")
@@ -87,21 +93,22 @@ def _summarize(result: BulkResult, out: str | None) -> str:
     return "; ".join([*parts, *([] if out is None else [out])])
 
 
-def _choose_format(arguments: PredictArguments) -> RowFormat:
+def _choose_format(arguments: PredictArguments) -> FileFormat | Literal["table"]:
     """Choose the format of the rows, if it can hold them."""
     if arguments.json and arguments.row_format not in (None, "jsonl"):
         raise UsageError(f"--json is --format jsonl, and --format {arguments.row_format} was given too: omit one")
     requested = "jsonl" if arguments.json else arguments.row_format
     out, embed = arguments.out, arguments.embed
-    by_suffix = None if out is None else FORMAT_BY_SUFFIX.get(Path(out).suffix.lower())
+    by_suffix = None if out is None else find_file_format(out)
     if out is not None and requested is None and by_suffix is None:
-        raise UsageError(f"--out {out} has no known suffix: .csv, .jsonl, or with --embed .npy; or give --format")
-    on_stdout: RowFormat = "jsonl" if embed else "table" if sys.stdout.isatty() else "csv"
-    row_format: RowFormat = "npy" if by_suffix == "npy" else requested or by_suffix or on_stdout
-    if row_format == "npy" and (requested is not None or not embed):
-        raise UsageError(f"--out {out} is a matrix of features: it takes --embed and no --format")
-    if row_format == "table" and out is not None:
-        raise UsageError(f"--out {out}: a table is for a terminal; files are CSV or JSON lines")
+        known = ".csv, .jsonl, .parquet, or with --embed .npy or a folder/"
+        raise UsageError(f"--out {out} has no known suffix: {known}; or give --format")
+    if by_suffix in ("npy", "parquet", "partitions") and requested is not None:
+        raise UsageError(f"--out {out} is no text: it takes no --format and no --json")
+    if requested == "table" and out is not None:
+        raise UsageError(f"--out {out}: a table is for a terminal; files are CSV, JSON lines or Parquet")
+    on_stdout: PrintedFormat = "jsonl" if embed else "table" if sys.stdout.isatty() else "csv"
+    row_format = requested or by_suffix or on_stdout
     if embed and row_format in ("csv", "table"):
         raise UsageError(
             f"--embed gives hundreds of numbers per image, too many for {row_format}: jsonl, or --out FILE.npy"
@@ -112,7 +119,7 @@ def _choose_format(arguments: PredictArguments) -> RowFormat:
 class StdoutRows(NamedTuple):
     """Rows on stdout; a table is as wide as the longest of the labels."""
 
-    row_format: RowFormat
+    row_format: PrintedFormat
     labels: Sequence[str]
     attention: bool = False
     name: str = "stdout"
@@ -147,6 +154,8 @@ def _format_table_row(row: PredictionRow, width: int) -> str:
     if row.error:
         return f"     -  {'':{width}}  {strip_control_characters(row.error)}\n"
     image = strip_control_characters(row.image)
+    if not row.labels:
+        return f"     -  {NO_LABEL:{width}}  {image}\n"
     return "".join(
         f"{probability:6.4f}  {strip_control_characters(label)[:_MAX_LABEL_WIDTH]:{width}}  {image}\n"
         for label, probability in row.labels

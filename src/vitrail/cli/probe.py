@@ -8,6 +8,13 @@ from vitrail.cli.arguments.evaluation import ProbeArguments
 from vitrail.formatting import pluralize
 from vitrail.runtime.distributed import silence_other_ranks
 
+_LABEL_COLUMNS = {
+    "mean_average_precision": "mAP",
+    "micro_f1": "F1",
+    "macro_f1": "F1 per class",
+    "exact_match": "exact match",
+}
+
 
 def run(arguments: ProbeArguments) -> None:
     """Probe the model and print the scores."""
@@ -67,26 +74,32 @@ def _format_setting(score: dict[str, Any]) -> str:
 
 
 def _print_scores(facts: dict[str, Any]) -> None:
-    rows = [("method", "trained on", "setting", "accuracy", "")]
+    multi_label = "mean_average_precision" in facts["scores"][0]
+    columns = _LABEL_COLUMNS if multi_label else {"top1": "accuracy"}
+    (measure, *others), titles = columns, list(columns.values())
+    rows = [("method", "trained on", "setting", titles[0], "", *titles[1:])]
     for score in facts["scores"]:
-        train_images = pluralize(score["learned"], "image")
-        rows.append(
-            (
-                _format_method(score),
-                train_images,
-                _format_setting(score),
-                f"{score['top1']:.1%}",
-                _format_uncertainty(score),
-            )
-        )
-    output.print_table(rows, right=(1, 3))
-    best = max(facts["scores"], key=lambda score: float(score["top1"]))
+        first = _format_method(score), pluralize(score["learned"], "image"), _format_setting(score)
+        shares = [f"{score[name]:.1%}" for name in (measure, *others)]
+        rows.append((*first, shares[0], _format_uncertainty(score), *shares[1:]))
+    output.print_table(rows, right=(1, 3, *range(5, 5 + len(others))))
+    best = max(facts["scores"], key=lambda score: float(score[measure]))
     images = pluralize(facts["images"], f"{facts['split']} image")
     advice = "" if facts["saved"] else "; --save FILE writes the model with a linear head"
-    output.print_note(f"best: {_format_method(best)}, {best['top1']:.1%} of {images} correct{advice}")
+    result = f"mAP {best[measure]:.1%} on {images}" if multi_label else f"{best[measure]:.1%} of {images} correct"
+    output.print_note(f"best: {_format_method(best)}, {result}{advice}")
     if saved := facts["saved"]:
-        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} of {facts['chosen_on']} correct"
-        print(f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}")
+        print(_describe_saved(saved, facts["chosen_on"], multi_label=multi_label))
+
+
+def _describe_saved(saved: dict[str, Any], chosen_on: str, *, multi_label: bool) -> str:
+    """The file, the method of its head and why it was chosen, and what else was fitted."""
+    why = ""
+    if saved["chosen"] is not None:
+        share = f"{saved['chosen']:.1%}"
+        why = f", mAP {share} on {chosen_on}" if multi_label else f", {share} of {chosen_on} correct"
+    thresholds = ", a threshold for each label" if multi_label else ""
+    return f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}{thresholds}"
 
 
 def _format_method(score: dict[str, Any]) -> str:

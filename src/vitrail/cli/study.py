@@ -8,7 +8,13 @@ from typing import Any
 
 from vitrail import recipes
 from vitrail.cli import output, training_output
-from vitrail.cli.arguments.studies import AblateArguments, SweepArguments, TableArguments, VtabArguments
+from vitrail.cli.arguments.studies import (
+    AblateArguments,
+    FindingsArguments,
+    SweepArguments,
+    TableArguments,
+    VtabArguments,
+)
 from vitrail.cli.options import StudyOptions
 from vitrail.config import to_json
 from vitrail.data.sources import open_dataset
@@ -16,7 +22,7 @@ from vitrail.errors import UsageError
 from vitrail.files import write_atomically
 from vitrail.formatting import pluralize
 from vitrail.runtime.workers import count_available_cores
-from vitrail.studies import ablation, grid, headline_table, sweep, vtab
+from vitrail.studies import ablation, findings, grid, headline_table, sweep, vtab
 from vitrail.studies.grid import Cell, CellResult
 from vitrail.studies.headline_table import TableEntry
 from vitrail.studies.sweep import Sweep
@@ -54,7 +60,7 @@ def _make_runner(
     return run_cells
 
 
-def _format_accuracy(summary: Mapping[str, Any]) -> str:
+def format_accuracy(summary: Mapping[str, Any]) -> str:
     """The mean and, of several runs, the standard deviation."""
     if summary["std"] is None:
         return f"{summary['mean']:.2%}"
@@ -108,7 +114,7 @@ def run_ablation(arguments: AblateArguments) -> None:
 
 def _print_ablation(summary: dict[str, Any], folder: Path) -> None:
     rows = [
-        (name, _format_accuracy(variant) if variant["n"] else "diverged")
+        (name, format_accuracy(variant) if variant["n"] else "diverged")
         for name, variant in summary["variants"].items()
     ]
     output.print_table([("variant", "validation"), *rows])
@@ -175,7 +181,7 @@ def _print_sweep(summary: dict[str, Any], folder: Path) -> None:
     output.print_table(rows)
     if summary["mean"] is not None:
         images = pluralize(summary["images"], "image")
-        print(f"test: {_format_accuracy(summary)}, of {images} ({folder}/study.png)")
+        print(f"test: {format_accuracy(summary)}, of {images} ({folder}/study.png)")
 
 
 # --- study table -----------------------------------------------------------------------------------------------------
@@ -260,14 +266,25 @@ def _print_vtab(summary: dict[str, Any], folder: Path) -> None:
     rows = [("task", "group", "top-1", "training images")]
     for name, result in summary["tasks"].items():
         draw = "VTAB's" if result["draw"] == "VTAB" else "our own draw"
-        rows.append((get_task(name).title, get_task(name).group, _format_accuracy(result), draw))
+        rows.append((get_task(name).title, get_task(name).group, format_accuracy(result), draw))
     output.print_table(rows)
     print()
     number = len(summary["tasks"])
     total = "all 19 tasks" if number == summary["of"] else f"{number} of {summary['of']} tasks"
     means = [(group, f"{mean:.2%}") for group, mean in summary["groups"].items()]
     if summary["mean"] is not None:
-        means.append((total, _format_accuracy(summary)))
+        means.append((total, format_accuracy(summary)))
     means += [(f"the paper, {name}", f"{share:.2f}% of 19 tasks") for name, share in vtab.PAPER_ACCURACIES.items()]
     output.print_table(means)
     output.print_note(f"figure: {folder}/study.png")
+
+
+# --- study paper -----------------------------------------------------------------------------------------------------
+
+
+def print_findings(arguments: FindingsArguments) -> None:
+    """`vitrail study paper`: the paper's findings, one line each."""
+    if arguments.output.json:
+        output.print_json({"findings": [finding._asdict() for finding in findings.FINDINGS]})
+    else:
+        print(findings.render_findings(), end="")

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from vitrail.data.randomness import IntArray, sample_sorted_indices
 from vitrail.errors import DataError, UsageError
 
 REPORT_VERSION = 2
+MAX_LISTED_PAIRS = 1000
+"""Of pairs by features, the report lists so many at most."""
 _OLD_KEYS = {  # keys of version 1, by the section of the report
     "": {"several_labels": "multi_label", "colour": "color", "question": "layout_warning"},
     "color": {"grey": "gray", "of": "split"},
@@ -33,10 +35,22 @@ _OLD_KEYS = {  # keys of version 1, by the section of the report
 }
 
 
-def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) -> dict[str, Any]:
+class EmbeddingPairs(NamedTuple):
+    """Probable duplicates by a model's features, the likeliest first."""
+
+    model: str
+    threshold: float
+    compared: int  # images
+    images: IntArray  # (p, 2), indices in the scan
+    scores: NDArray[np.float32]  # (p,)
+
+
+def audit_dataset(
+    scan: DatasetScan, against_scan: DatasetScan | None = None, embedding_pairs: EmbeddingPairs | None = None
+) -> dict[str, Any]:
     """The contents of data_report.json for a scanned dataset, and for one with which it should share no image."""
     dataset, status = scan.dataset, scan.image_facts["status"]
-    groups = _find_duplicate_groups(scan)
+    groups = find_duplicate_groups(scan)
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         "data": dataset.name,
@@ -58,6 +72,8 @@ def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) ->
         "color": _summarize_color(scan),
         "duplicates": _describe_groups(scan, groups),
     }
+    if embedding_pairs is not None:
+        report["embedding"] = _describe_embedding_pairs(scan, groups, embedding_pairs)
     excluded = [*report["bad"], *_find_leaks(scan, groups)]
     if against_scan is not None:
         report["against"] = _find_shared_images(scan, against_scan)
@@ -126,7 +142,7 @@ def _summarize_color(scan: DatasetScan) -> dict[str, Any]:
 # --- duplicates ------------------------------------------------------------------------------------------------------
 
 
-def _find_duplicate_groups(scan: DatasetScan) -> list[tuple[int, ...]]:
+def find_duplicate_groups(scan: DatasetScan) -> list[tuple[int, ...]]:
     """The images that occur more than once, each with all its duplicates, among MAX_DECODED_IMAGES at most."""
     fingerprints, images = _select_fingerprints(scan)
     if len(images) > MAX_DECODED_IMAGES:
@@ -194,6 +210,35 @@ def _describe_groups(scan: DatasetScan, groups: Sequence[tuple[int, ...]]) -> di
         "different_labels": sum(len({scan.get_image_labels(image) for image in group}) > 1 for group in groups),
         "groups": [{"kind": kind, "images": described} for kind, described in zip(kinds, images, strict=True)],
     }
+
+
+def _describe_embedding_pairs(
+    scan: DatasetScan, groups: Sequence[tuple[int, ...]], pairs: EmbeddingPairs
+) -> dict[str, Any]:
+    """What the report says of pairs by features that fingerprints do not join. They are for eyes, not left out."""
+    group_of_image = {image: number for number, group in enumerate(groups) for image in group}
+    described = []
+    for images, score in zip(pairs.images.tolist(), pairs.scores.tolist(), strict=True):
+        first, second = (group_of_image.get(image, -1 - image) for image in images)
+        if first != second:
+            labels = [[scan.dataset.classes[label] for label in scan.get_image_labels(image)] for image in images]
+            located = [{**_locate(scan, image), "labels": names} for image, names in zip(images, labels, strict=True)]
+            described.append({"score": round(score, 4), "images": located})
+    return {
+        "model": pairs.model,
+        "threshold": pairs.threshold,
+        "compared": pairs.compared,
+        "also_by_fingerprints": len(pairs.images) - len(described),
+        "new_pairs": len(described),
+        "across_splits": sum(_differ(pair, "split") for pair in described),
+        "different_labels": sum(_differ(pair, "labels") for pair in described),
+        "pairs": described[:MAX_LISTED_PAIRS],
+    }
+
+
+def _differ(pair: dict[str, Any], key: str) -> bool:
+    first, second = pair["images"]
+    return first[key] != second[key]
 
 
 def _locate(scan: DatasetScan, image: int) -> dict[str, str]:

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data.randomness import IntArray
+from vitrail.data.randomness import SHARD_WINDOW, IntArray
 from vitrail.data.sample_table import UNLABELED, Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
@@ -86,12 +86,17 @@ class Split:
         return np.bincount(labels[labels != UNLABELED], minlength=num_classes)
 
     def count_per_shard(self) -> tuple[int, ...]:
-        """Count the samples in each tar shard, in the order of the rows; empty where the images are not in shards."""
+        """Count the samples in each tar shard or row group, in the order of the rows; empty where there are none."""
         if "shard" not in self.store.table:
             return ()
         shards = self.store.table["shard"][_to_index(self.rows)]  # ascending: a binary search need not read it all
         starts = np.searchsorted(shards, np.arange(int(shards[-1]) + 2))
         return tuple(np.diff(starts).tolist())
+
+    @property
+    def shard_window(self) -> int:
+        """How many consecutive shards, or row groups of Parquet files, training shuffles together."""
+        return int(self.store.table.metadata.get("shard_window", SHARD_WINDOW))
 
     def merge(self, other: "Split") -> "Split":
         """Merge two splits, in the order of their store."""
@@ -107,6 +112,19 @@ class Split:
 def _to_index(rows: Array | range) -> Array | slice:
     """Return rows as an index that copies nothing where they are consecutive."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+class LabelChanges(NamedTuple):
+    """How many images of a dataset were corrected, and a digest of the decisions (`data/relabel.py`)."""
+
+    changed: int
+    dropped: int
+    digest: str
+
+    @property
+    def summary(self) -> str:
+        """The numbers in words."""
+        return f"{pluralize(self.changed, 'label')} changed, {pluralize(self.dropped, 'image')} dropped"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +148,8 @@ class Dataset:
     """Why the folders may not be classes, and what to do about it; checked before training and evaluation."""
     skip_bad: bool = False
     """Whether training skips unreadable images when it meets them, because no check has looked for them before."""
+    label_changes: LabelChanges | None = None
+    """What `--relabel` corrected."""
 
     @property
     def multi_label(self) -> bool:

@@ -22,6 +22,7 @@ from PIL import Image
 
 from vitrail.data.dataset import Dataset, Split, Store
 from vitrail.data.folder import FileStore
+from vitrail.data.parquet import ParquetStore
 from vitrail.data.randomness import IntArray, sample_sorted_indices
 from vitrail.data.sample_table import read_stamp
 from vitrail.data.shards import ShardStore
@@ -103,6 +104,10 @@ def _stat_files(split: Split) -> IntArray:
 
 def read_file_stamps(store: Store, rows: Sequence[int]) -> list[list[int]]:
     """The stamp (`read_stamp`) of the file or shard of each row; empty if it is missing, and for images in no files."""
+    if isinstance(store, ParquetStore):
+        files = [store.get_path(row) for row in rows]
+        stamp_of_file = {path: _read_stamp_if_present(path) for path in set(files)}
+        return [stamp_of_file[path] for path in files]
     if isinstance(store, ShardStore):
         shards = store.table["shard"][rows].tolist()
         paths = {shard: f"{store.folder}/{store.files[shard]}" for shard in set(shards)}

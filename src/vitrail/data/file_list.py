@@ -62,7 +62,7 @@ class _ListedImages(NamedTuple):
 
 def _build_columns(path: Path | str, holdout_fraction: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
     images = _read_images(path)
-    classes = _sort_classes({name for labels in images.labels for name in labels} | set(images.one_hot_classes))
+    classes = sort_classes({name for labels in images.labels for name in labels} | set(images.one_hot_classes))
     class_index = {name: number for number, name in enumerate(classes)}
     labels = ([class_index[name] for name in names] for names in images.labels)
     columns = encode_text_column("path", images.files)
@@ -224,7 +224,7 @@ def _parse_split(row: Mapping[str, Any], where: str) -> int:
     return SPLIT_NAMES[str(value).strip().lower()]
 
 
-def _sort_classes(names: set[str]) -> list[str]:
+def sort_classes(names: set[str]) -> list[str]:
     """Sort classes by name, or by value if all are whole numbers."""
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))

@@ -436,6 +436,6 @@ def _build_targets(split: Split, rows: IntArray, num_classes: int) -> Tensor:
     if not split.multi_label:
         return torch.tensor([classes[0] if classes else -1 for classes in labels], dtype=torch.int64)
     targets = torch.zeros(len(labels), num_classes)
-    for row, classes in enumerate(labels):
+    for row, classes in enumerate(labels if num_classes else ()):  # 0 where features alone are computed
         targets[row, list(classes)] = 1
     return targets

@@ -19,7 +19,8 @@ from PIL import Image
 from vitrail.data import shards
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.image_headers import get_image_suffixes, read_header, read_image_file
-from vitrail.data.randomness import sample_indices
+from vitrail.data.parquet import ParquetStore
+from vitrail.data.randomness import SampleOrder, sample_indices
 from vitrail.data.shards import Sample, ShardInfo
 from vitrail.errors import DataError, UsageError
 from vitrail.files import write_atomically
@@ -73,7 +74,7 @@ def _plan_shards(dataset: Dataset, folder: Path) -> Iterator[_ShardJob]:
     """The shards of a dataset, each of about SHARD_BYTES."""
     first_number = 0
     for name, split in dataset.splits.items():
-        order = sample_indices(len(split), len(split), f"pack {name}")
+        order = _shuffle(split, name)
         sizes = np.array([_measure_image_bytes(split, int(index)) for index in order], dtype=np.int64)
         shard_numbers = (np.cumsum(sizes) - sizes) // shards.SHARD_BYTES
         for number, shard in enumerate(np.unique(shard_numbers)):
@@ -82,8 +83,18 @@ def _plan_shards(dataset: Dataset, folder: Path) -> Iterator[_ShardJob]:
             first_number += len(indices)
 
 
+def _shuffle(split: Split, name: str) -> NDArray[np.int64]:
+    """The images in random order; those of Parquet files as in training, so that row groups are not read in vain."""
+    if not isinstance(split.store, ParquetStore):
+        return sample_indices(len(split), len(split), f"pack {name}")
+    order = SampleOrder(
+        seed=0, num_samples=len(split), shard_sizes=split.count_per_shard(), shard_window=split.shard_window
+    )
+    return order.get_sample_indices(np.arange(len(split)))
+
+
 def _measure_image_bytes(split: Split, index: int) -> int:
-    """The size of an image as it will be stored."""
+    """The size of an image as it will be stored; in Parquet files, the mean of its row group."""
     row = int(split.rows[index])
     if "size" in split.store.table:
         return int(split.store.table["size"][row])

@@ -25,6 +25,8 @@ SPLITMIX_CONSTANTS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049B
 """The increment (gamma) and the two multipliers of the hash."""
 _GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = SPLITMIX_CONSTANTS
 _FEISTEL_ROUNDS = 8
+SHARD_WINDOW = 16
+"""Tar shards that are shuffled together."""
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -74,9 +76,9 @@ class SampleOrder:
     seed: int
     num_samples: int
     shard_sizes: tuple[int, ...] = ()
-    """Samples in each tar shard. `shard_window` shards are shuffled together, so that reads are long and sequential.
-    Empty: all samples are shuffled together."""
-    shard_window: int = 16
+    """Samples in each tar shard or row group. `shard_window` of them are shuffled together, so that reads are long and
+    sequential. Empty: all samples are shuffled together."""
+    shard_window: int = SHARD_WINDOW
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

@@ -1,6 +1,6 @@
-"""Opening a DATA argument: a folder, a list, shards, a downloaded dataset, `digits`, or a Hugging Face dataset.
+"""Opening a DATA argument: a folder, a list, shards, Parquet files, a downloaded dataset, `digits`, or a Hub dataset.
 
-Folders, lists and shards may be remote: s3://bucket/name. Only such a name, or hf:, opens a connection.
+Folders, lists, shards and Parquet files may be remote: s3://bucket/name. Only such a name, or hf:, opens a connection.
 """
 
 import dataclasses
@@ -9,7 +9,17 @@ import importlib
 from pathlib import Path
 
 from vitrail import remote
-from vitrail.data import file_list, folder, imagenet, memory, public_datasets, shards, webdataset
+from vitrail.data import (
+    file_list,
+    folder,
+    imagenet,
+    memory,
+    parquet,
+    parquet_files,
+    public_datasets,
+    shards,
+    webdataset,
+)
 from vitrail.data.dataset import Dataset
 from vitrail.data.memory import DIGITS_NAME, InMemoryData, build_memory_dataset, open_digits
 from vitrail.errors import DataError, NoImageError, UsageError
@@ -54,7 +64,12 @@ def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
     if isinstance(name, Dataset):
         return name
     if isinstance(name, Path):
-        return _open_location(name, holdout_fraction)
+        is_parquet = parquet_files.is_parquet_pattern(str(name))
+        return (
+            open_dataset(str(name), holdout_fraction=holdout_fraction)
+            if is_parquet
+            else _open_location(name, holdout_fraction)
+        )
     if not isinstance(name, str):
         return build_memory_dataset(name, holdout_fraction=holdout_fraction)
     if not name:
@@ -62,6 +77,8 @@ def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
     if name.startswith(HUB_PREFIX):
         huggingface = importlib.import_module("vitrail.data.huggingface")
         return huggingface.open_hub_dataset(name.removeprefix(HUB_PREFIX), holdout_fraction=holdout_fraction)
+    if parquet_files.is_parquet_pattern(name):
+        return parquet.open_parquet_dataset(name, holdout_fraction=holdout_fraction)
     if webdataset.is_tar_pattern(name):
         return webdataset.open_tars(name, holdout_fraction=holdout_fraction)
     if remote.is_remote(name):
@@ -90,7 +107,8 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
         hint = suggest_path(location) or "."
         raise DataError(
-            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {names}"
+            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, Parquet files,"
+            f" hf:ORG/NAME, or {names}"
         )
     if _is_file(_join(location, shards.DESCRIPTION_FILE)):
         return shards.open_shards(location, holdout_fraction=holdout_fraction)
@@ -103,6 +121,8 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         for pattern in (f"{root}/*.tar", f"{root}/*/*.tar"):
             if webdataset.list_matches(pattern):
                 return webdataset.open_tars(pattern, holdout_fraction=holdout_fraction)
+        if parquet_files.has_parquet_files(str(location)):
+            return parquet.open_parquet_dataset(str(location), holdout_fraction=holdout_fraction)
         raise
 
 
@@ -135,7 +155,7 @@ def _open_misnamed_tar(file: Path | str, holdout_fraction: float) -> Dataset:
     """Open a local tar whose name says that it is compressed although it is not; refuse any other file."""
     if isinstance(file, str) or not file.name.lower().endswith((".tar.gz", ".tgz")):
         suffixes = ", ".join(file_list.LIST_SUFFIXES)
-        raise DataError(f"{file} is a file; a dataset is a folder, shards (*.tar) or a list ({suffixes})")
+        raise DataError(f"{file} is a file; a dataset is a folder, shards (*.tar), *.parquet or a list ({suffixes})")
     with file.open("rb") as content:
         if content.read(2) == b"\x1f\x8b":
             raise DataError(f"{file} is compressed, which prevents random access to its images: gunzip {file} first")

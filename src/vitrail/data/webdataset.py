@@ -43,7 +43,7 @@ def is_tar_pattern(name: str) -> bool:
 def open_tars(pattern: str, *, holdout_fraction: float | None = 0.1) -> Dataset:
     """Open the tars of a pattern; their index is cached. If `holdout_fraction` is None, all images are train."""
     paths = find_tars(pattern)
-    folder, files = _split_common_folder(paths)
+    folder, files = split_common_folder(paths)
     devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
     source = " ".join(
         ["tars 2", str(folder), *files, str(holdout_fraction), *get_image_suffixes()[len(IMAGE_SUFFIXES) :], *devkit]
@@ -62,7 +62,7 @@ def find_tars(pattern: str) -> list[str]:
     return paths
 
 
-def _split_common_folder(paths: Sequence[str]) -> tuple[Path | str, tuple[str, ...]]:
+def split_common_folder(paths: Sequence[str]) -> tuple[Path | str, tuple[str, ...]]:
     """The common folder of all paths or URLs, and their names relative to it."""
     if not remote.is_remote(paths[0]):
         folder = Path(os.path.commonpath([Path(path).parent.resolve() for path in paths]))
@@ -127,7 +127,7 @@ def _build_columns(
         train = np.full(len(samples), SPLITS.index("train"), dtype=np.int8)
         split = holdout.CompletedSplits(train, (), ())
     else:
-        split_column = np.array([_parse_split(file) for file in files], dtype=np.int8)[columns["shard"]]
+        split_column = np.array([parse_split(file) for file in files], dtype=np.int8)[columns["shard"]]
         if holdout.NO_SPLIT in split_column and (split_column != holdout.NO_SPLIT).any():
             raise DataError(
                 f"some shards are named after a split and others are not, such as {files[0]}: name all or none"
@@ -208,7 +208,7 @@ def _list_classes(labels: set[str]) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def _parse_split(file: str) -> int:
+def parse_split(file: str) -> int:
     """The split in a file name such as train-000.tar, x-val-3.tar or test/0.tar."""
     words = re.split(r"[^a-z]+", file.lower())
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), holdout.NO_SPLIT)

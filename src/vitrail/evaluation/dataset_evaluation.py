@@ -21,7 +21,7 @@ from vitrail.data.decode import decode
 from vitrail.data.holdout import find_holdout_note
 from vitrail.data.loader import Batch, iter_eval_batches
 from vitrail.errors import ChangedDataError, DataError, UsageError
-from vitrail.evaluation import label_matching
+from vitrail.evaluation import label_matching, label_metrics
 from vitrail.evaluation.metrics import EvaluationMetrics, compute_metrics
 from vitrail.evaluation.predictions import (
     Counts,
@@ -81,6 +81,8 @@ class EvaluatedModel:
     temperature: float = 1.0
     multi_label: bool = False
     """Whether each class has a probability of its own."""
+    label_thresholds: tuple[float, ...] = ()
+    """The probability above which each label is predicted; empty for one half."""
     origin: str = ""
     """What its file says about its training."""
 
@@ -112,6 +114,8 @@ class ModelEvaluation:
     """Of the outputs it could predict."""
     evaluation: SplitEvaluation
     metrics: EvaluationMetrics
+    label_thresholds: tuple[float, ...] = ()
+    """Of the outputs of multi-label images: the probability above which each is predicted."""
 
 
 def evaluate_models(
@@ -128,7 +132,8 @@ def evaluate_models(
         labels = model.labels or dataset.classes
         names = labels if allowed is None else tuple(labels[index] for index in allowed)
         metrics = compute_metrics(evaluation.counts, evaluation.predictions, real_labels)
-        results.append(ModelEvaluation(model, names, evaluation, metrics))
+        thresholds = select_thresholds(model, allowed) or (0.5,) * len(names) if images.multi_label else ()
+        results.append(ModelEvaluation(model, names, evaluation, metrics, thresholds))
     return results
 
 
@@ -248,6 +253,7 @@ def make_evaluated_model(trained: Trained, name: str) -> EvaluatedModel:
         trained.labels,
         trained.temperature,
         trained.multi_label,
+        trained.label_thresholds,
         "; ".join((trained.origin.name, *trained.origin.changes)),
     )
 
@@ -325,6 +331,7 @@ def evaluate_model(
             temperature=model.temperature,
             num_classes=num_outputs,
             multi_label=model.multi_label,
+            label_thresholds=select_thresholds(model, allowed_outputs),
         )
         model.network.cpu()  # the next model may need the memory
         predictions = _gather_predictions(predictions, device, num_outputs if images.multi_label else 0)
@@ -336,6 +343,12 @@ def evaluate_model(
         )
     counts = count_predictions(predictions, num_outputs)
     return SplitEvaluation(counts, predictions, len(predictions.images) / seconds, unreadable)
+
+
+def select_thresholds(model: EvaluatedModel, outputs: Sequence[int] | None) -> tuple[float, ...]:
+    """The label thresholds of these outputs of a model, or of all; empty where it has none."""
+    thresholds = model.label_thresholds
+    return tuple(thresholds[output] for output in outputs) if thresholds and outputs is not None else thresholds
 
 
 def _explain_unreadable(images: Split, row: int) -> str:
@@ -362,7 +375,9 @@ def _gather_predictions(predictions: Predictions, device: torch.device, label_co
     """The predictions of all ranks; a rank without images gets label columns as wide as the others'."""
     if label_columns and not len(predictions.images):
         no_rows = torch.zeros(0, label_columns)
-        predictions = predictions._replace(label_probabilities=no_rows, label_targets=no_rows.bool())
+        predictions = predictions._replace(
+            label_probabilities=no_rows, label_targets=no_rows.bool(), predicted_labels=no_rows.bool()
+        )
     return Predictions(
         *(distributed.all_gather_rows(column, device) for column in predictions if column.shape[1:] != (0,))
     )
@@ -404,6 +419,7 @@ def collect_facts(dataset: Dataset, results: Sequence[ModelEvaluation], settings
         {"model": result.evaluated_model.name, "classes": len(result.names)}
         | result.metrics.to_dict()
         | {"images_per_second": result.evaluation.images_per_second, "temperature": result.evaluated_model.temperature}
+        | label_metrics.collect_class_facts(result.evaluation.predictions, result.names, result.label_thresholds)
         for result in results
     ]
     first, *others = results

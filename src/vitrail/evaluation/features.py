@@ -105,10 +105,15 @@ def extract_split_features(
     return extract_features(model, batches, preprocess, num_images=len(split), dense_grid=dense_grid, progress=progress)
 
 
-def read_labels(split: Split) -> Tensor:
-    """int64 (n,): the class of each image."""
+def read_labels(split: Split, num_classes: int | None = None) -> Tensor:
+    """int64 (n,): the class of each image; bool (n, L) for multi-label images, whose `num_classes` must be given."""
     if split.multi_label:
-        raise DataError("a probe needs images with one label each, and this dataset is multi-label")
+        if num_classes is None:
+            raise DataError("a probe during training needs images with one label each, and these may have several")
+        targets = torch.zeros(len(split), num_classes, dtype=torch.bool)
+        for row in range(len(split)):
+            targets[row, list(split.get_labels(row))] = True
+        return targets
     labels = np.asarray(split.store.table["label"])[np.asarray(split.rows)].astype(np.int64)
     if len(unlabeled := np.flatnonzero(labels == UNLABELED)):
         example = split.get_image_name(int(unlabeled[0]))

@@ -3,8 +3,10 @@
     n images   m images to classify   D features   L classes   k neighbors
 
 ridge       least squares to -1 and 1, in closed form
-logistic    multinomial logistic regression with an L2 penalty, by L-BFGS
-kNN         the k images with the greatest cosine similarity vote, each with exp(similarity / temperature)
+logistic    multinomial logistic regression with an L2 penalty, by L-BFGS; of multi-label images one binary regression
+            for each class
+kNN         the k images with the greatest cosine similarity vote, each with exp(similarity / temperature), for each of
+            their labels
 
 scikit-learn has all of these, but neither on a GPU nor in constant memory beside the features; the tests compare.
 Regressions are solved in float64 and give a float32 head for raw features; that head is evaluated.
@@ -33,7 +35,12 @@ class Features(NamedTuple):
     """The features and classes of images."""
 
     values: Tensor  # float32 (n, D)
-    targets: Tensor  # int64 (n,)
+    targets: Tensor  # int64 (n,), or bool (n, L) of multi-label images
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether images may have several labels."""
+        return self.targets.ndim == 2
 
     def select(self, indices: Tensor) -> "Features":
         """The images at these indices."""
@@ -61,7 +68,7 @@ class LinearHead(NamedTuple):
         return F.linear(values, self.weight, self.bias)
 
     def count_correct(self, features: Features) -> int:
-        """How many images it classifies correctly."""
+        """How many images of one label each it classifies correctly."""
         chunks = features.iterate_chunks(len(self.bias))
         return sum(int((self.compute_logits(values).argmax(dim=1) == targets).sum()) for values, targets in chunks)
 
@@ -146,8 +153,13 @@ def _solve_regularized(gram: Tensor, penalty: float, targets: Tensor) -> Tensor:
 
 
 def _make_sign_targets(targets: Tensor, num_classes: int) -> Tensor:
-    """float64 (n, L): 1 for the true class, -1 for the others."""
-    return 2 * F.one_hot(targets, num_classes).double() - 1
+    """float64 (n, L): 1 for the true class or classes, -1 for the others."""
+    return 2 * _make_rows(targets, num_classes).double() - 1
+
+
+def _make_rows(targets: Tensor, num_classes: int) -> Tensor:
+    """(n, L): 1 or true for the true class or classes."""
+    return targets if targets.ndim == 2 else F.one_hot(targets, num_classes)
 
 
 # --- logistic regression ---------------------------------------------------------------------------------------------
@@ -158,6 +170,7 @@ def solve_logistic(
 ) -> list[LinearHead]:
     """For each penalty the head with the least mean cross-entropy plus penalty / 2 times its squared weights.
 
+    For multi-label images it is the binary cross-entropy, summed over classes.
     The weights are those of standardized features, and the bias is not penalized. Give penalties from the greatest to
     the least: each search starts where the previous one ended.
     """
@@ -190,10 +203,15 @@ def _compute_loss_and_gradient(
     loss = penalty / 2 * weight[:, :-1].square().sum()
     for values, targets in train.iterate_chunks(len(weight)):
         x = F.pad(standardizer(values), (0, 1), value=1.0)
-        log_probabilities = (x @ weight.mT).log_softmax(dim=1)
-        loss -= log_probabilities.gather(1, targets[:, None]).sum() / images
-        errors = log_probabilities.exp()
-        errors.scatter_add_(1, targets[:, None], errors.new_full((len(x), 1), -1.0))
+        logits = x @ weight.mT
+        if train.multi_label:
+            loss += F.binary_cross_entropy_with_logits(logits, targets.double(), reduction="sum") / images
+            errors = logits.sigmoid() - targets.double()
+        else:
+            log_probabilities = logits.log_softmax(dim=1)
+            loss -= log_probabilities.gather(1, targets[:, None]).sum() / images
+            errors = log_probabilities.exp()
+            errors.scatter_add_(1, targets[:, None], errors.new_full((len(x), 1), -1.0))
         gradient += errors.mT @ x / images
     return float(loss), gradient
 
@@ -202,9 +220,15 @@ def _compute_loss_and_gradient(
 
 
 def compute_knn_votes(train: Features, values: Tensor, num_classes: int, k: int) -> Iterator[Tensor]:
-    """(m, L), in chunks: the votes of each image's k nearest training images, which sum to 1."""
-    train_values = F.normalize(train.values, dim=1)
+    """(m, L), in chunks: the votes of each image's k nearest training images, which sum to 1.
+
+    A neighbor votes for each of its labels; those of a multi-label image are averages of 0 and 1, class by class.
+    """
+    train_values, labels = F.normalize(train.values, dim=1), train.targets.to(train.values.dtype)
     for chunk in values.split(max(1, _CHUNK_SIMILARITIES // max(len(train_values), num_classes))):
         nearest = (F.normalize(chunk, dim=1) @ train_values.mT).topk(k, dim=1)
         weight = (nearest.values / KNN_TEMPERATURE).softmax(dim=1)  # (chunk, k)
-        yield weight.new_zeros(len(chunk), num_classes).scatter_add_(1, train.targets[nearest.indices], weight)
+        if train.multi_label:
+            yield weight.new_zeros(len(chunk), len(train_values)).scatter_(1, nearest.indices, weight) @ labels
+        else:
+            yield weight.new_zeros(len(chunk), num_classes).scatter_add_(1, train.targets[nearest.indices], weight)

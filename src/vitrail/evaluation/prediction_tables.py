@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.dataset import Split
-from vitrail.evaluation.metrics import LabelScores
+from vitrail.evaluation.label_metrics import LabelConfusion, LabelScores, ThresholdScore
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.formatting import quote_cell
 
@@ -54,15 +54,42 @@ def write_class_table(
 
 
 def write_label_scores(
-    label_scores: LabelScores, outputs: Sequence[str], path: Path, train_counts: Sequence[int] | None = None
+    label_scores: LabelScores,
+    outputs: Sequence[str],
+    thresholds: Sequence[float],
+    path: Path,
+    train_counts: Sequence[int] | None = None,
 ) -> None:
-    """Write a row for each class of multi-label predictions, as `write_class_table` does for single labels."""
+    """Write a row for each class of multi-label predictions, as `write_class_table` does for single labels.
+
+    `thresholds` are the probabilities above which the labels are predicted.
+    """
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
-        header = ("images", "correct", "recall", "precision", "predicted", "f1", "average_precision")
+        header = ("images", "correct", "recall", "precision", "predicted", "f1", "average_precision", "threshold")
         writer.writerow(("class", *(("train_images",) if train_counts else ()), *header))
         for index, (name, score) in enumerate(zip(outputs, label_scores.classes, strict=True)):
             shares = (f"{score.correct / total:.6f}" if total else "" for total in (score.images, score.predicted))
             precision = "" if score.average_precision is None else f"{score.average_precision:.6f}"
-            row = (score.images, score.correct, *shares, score.predicted, f"{score.f1:.6f}", precision)
+            shown = f"{score.f1:.6f}", precision, f"{thresholds[index]:.6f}"
+            row = (score.images, score.correct, *shares, score.predicted, *shown)
             writer.writerow((quote_cell(name), *((train_counts[index],) if train_counts else ()), *row))
+
+
+def write_threshold_scores(threshold_scores: Sequence[ThresholdScore], path: Path) -> None:
+    """Write F1 at each threshold, if it served for all labels."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(ThresholdScore._fields)
+        writer.writerows(
+            [f"{score.threshold:.2f}", *(f"{value:.6f}" for value in score[1:])] for score in threshold_scores
+        )
+
+
+def write_label_confusions(confusions: Sequence[LabelConfusion], outputs: Sequence[str], path: Path) -> None:
+    """Write a row for each pair of a missed and an extra label of the same images."""
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(LabelConfusion._fields)
+        for pair in confusions:
+            writer.writerow((quote_cell(outputs[pair.missed]), quote_cell(outputs[pair.extra]), pair.images))

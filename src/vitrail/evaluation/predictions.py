@@ -5,7 +5,8 @@ Counts are summed, and averages never averaged, so that batches of any size and 
     n images   B images of a batch   L classes
 
 A multi-label prediction is correct if it has all labels of the image and no other (exact match). A label is predicted
-where its probability is above one half. An image without a label is correct if none is predicted.
+where its probability is above its class's threshold, or one half. An image without a label is correct if none is
+predicted.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from vitrail.inference.precision import prepare_inputs
 from vitrail.model.vit import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.devices import finish_one_late, start_copy_to_cpu
-from vitrail.weights.trained import logits_to_probabilities
+from vitrail.weights.trained import is_label_predicted, logits_to_probabilities
 
 __all__ = ["Counts"]
 
@@ -103,6 +104,7 @@ class Predictions(NamedTuple):
     in_top5: Tensor  # bool (n,): whether a true class is among the five
     label_probabilities: Tensor = torch.zeros(0, 0)  # float32 (n, L): of every class, for multi-label images only
     label_targets: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # bool (n, L): whether the image has the label
+    predicted_labels: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # bool (n, L): whether the label is predicted
 
     @property
     def multi_label(self) -> bool:
@@ -113,7 +115,8 @@ class Predictions(NamedTuple):
     def confidence(self) -> Tensor:
         """The probability of each prediction, float32 (n,); for a multi-label one, that all its labels are correct."""
         if self.multi_label:
-            return self.label_probabilities.maximum(1 - self.label_probabilities).prod(dim=1)
+            probabilities = self.label_probabilities
+            return torch.where(self.predicted_labels, probabilities, 1 - probabilities).prod(dim=1)
         return self.probabilities[:, 0]
 
     @property
@@ -126,7 +129,7 @@ class Predictions(NamedTuple):
     def get_predicted_classes(self, row: int) -> list[int]:
         """The classes predicted for an image: one, or any number for multi-label images."""
         if self.multi_label:
-            return [int(index) for index in (self.label_probabilities[row] > 0.5).nonzero()[:, 0]]
+            return [int(index) for index in self.predicted_labels[row].nonzero()[:, 0]]
         return [int(self.classes[row, 0])]
 
 
@@ -143,7 +146,9 @@ def _make_empty_confusion(num_classes: int) -> Tensor:
     return torch.zeros(side, side, dtype=torch.int64)
 
 
-def _make_predictions(logits: Tensor, targets: Tensor, temperature: float, *, multi_label: bool) -> Predictions:
+def _make_predictions(
+    logits: Tensor, targets: Tensor, temperature: float, *, multi_label: bool, label_thresholds: Sequence[float] = ()
+) -> Predictions:
     logits = logits / temperature
     probabilities = logits_to_probabilities(logits, multi_label=multi_label)
     if targets.ndim == 1:
@@ -156,9 +161,10 @@ def _make_predictions(logits: Tensor, targets: Tensor, temperature: float, *, mu
         in_top5 = (best == targets[:, None]).any(dim=1)
         return Predictions(best, likeliest, losses, targets == best[:, 0], images, targets, in_top5)
     truths = targets > 0
-    correct = ((probabilities > 0.5) == truths).all(dim=1)
+    predicted = is_label_predicted(probabilities, label_thresholds)
+    correct = (predicted == truths).all(dim=1)
     labels, in_top5 = torch.full_like(best[:, 0], -1), truths.gather(1, best).any(dim=1)
-    return Predictions(best, likeliest, losses, correct, images, labels, in_top5, probabilities, truths)
+    return Predictions(best, likeliest, losses, correct, images, labels, in_top5, probabilities, truths, predicted)
 
 
 class EvalWrapper(nn.Module):
@@ -207,14 +213,22 @@ def predict_batches(
     temperature: float,
     num_classes: int,
     multi_label: bool = False,
+    label_thresholds: Sequence[float] = (),
 ) -> Predictions:
     """The predictions of a model for all images of the batches, on the CPU.
 
-    With `multi_label`, or for multi-label images, each class has a probability of its own.
+    With `multi_label`, or for multi-label images, each class has a probability of its own, and its label is predicted
+    above its threshold.
     """
 
     def start(logits: Tensor, targets: Tensor, images: Tensor) -> Callable[[], Predictions]:
-        part = _make_predictions(logits, targets, temperature, multi_label=multi_label or targets.ndim == 2)
+        part = _make_predictions(
+            logits,
+            targets,
+            temperature,
+            multi_label=multi_label or targets.ndim == 2,
+            label_thresholds=label_thresholds,
+        )
         wait = start_copy_to_cpu(*part._replace(images=images.to(logits.device)))
         return lambda: Predictions(*wait())
 

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,14 +91,24 @@ class ProbeScore:
         """The 95 % interval over the choice of test images, for a single draw."""
         return wilson_interval(self.correct[0], self.test_images) if len(self.correct) == 1 else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The scores as JSON has them."""
+        return {
+            "top1": self.top1,
+            "std": self.std,
+            "interval": self.interval,
+            "seeds": len(self.correct),
+            "correct": list(self.correct),
+        }
+
 
 class FittedProbe(NamedTuple):
     """A linear classifier, and its accuracy when it was chosen."""
 
     score: ProbeScore
     head: LinearHead
-    tuning_correct: int
-    """Correct images of `tuning_val`, before training on them."""
+    tuning_score: float
+    """The accuracy on `tuning_val`, before training on it."""
     temperature: float
     """Of its logits, fitted to `tuning_val` in the same way."""
 
@@ -126,8 +136,15 @@ def split_features(splits: Mapping[str, Features], *, train_on_val: bool = False
 
 
 def choose_holdout(targets: Tensor) -> Tensor:
-    """bool (n,): a fifth of each class, at least one image of a class with two or more."""
+    """bool (n,): a fifth of each class, at least one image of a class with two; or a fifth of multi-label images."""
     held_out = torch.zeros(len(targets), dtype=torch.bool)
+    if targets.ndim == 2:
+        count = min(max(1, round(_HOLDOUT_SHARE * len(targets))), len(targets) - 1)
+        held_out[sample_indices(count, len(targets), "held out images")] = True
+        for column in targets.cpu().T:
+            if column.any() and not (column & ~held_out).any():
+                held_out[column.nonzero()[0]] = False  # each class keeps an image to learn from
+        return held_out
     for label, rows in _group_by_class(targets):
         count = min(max(1, round(_HOLDOUT_SHARE * len(rows))), len(rows) - 1)
         held_out[rows[sample_indices(count, len(rows), f"held out {label}")]] = True
@@ -135,19 +152,23 @@ def choose_holdout(targets: Tensor) -> Tensor:
 
 
 def sample_shots(targets: Tensor, class_names: Sequence[str], shots: int, seed: int) -> Tensor:
-    """(L * shots,): the indices of drawn images, `shots` of each class; more shots include those of fewer."""
+    """(L * shots,): the indices of drawn images, `shots` of each class; more shots include those of fewer.
+
+    An image with several labels may be drawn for each of them, and is listed once.
+    """
     check_shots(targets, class_names, shots)
     draws = [
         rows[sample_indices(shots, len(rows), f"few-shot {label}", seed)] for label, rows in _group_by_class(targets)
     ]
-    return torch.from_numpy(np.concatenate(draws))
+    rows = np.concatenate(draws)
+    return torch.from_numpy(np.unique(rows) if targets.ndim == 2 else rows)
 
 
 def check_shots(targets: Tensor, class_names: Sequence[str], shots: int) -> None:
     """Raise an error if a class has fewer images than shots."""
     if shots < 1:
         raise UsageError(f"--shots is {shots}; it must be at least 1")
-    counts = torch.bincount(targets.cpu(), minlength=len(class_names))
+    counts = count_per_class(targets, len(class_names))
     smallest = int(counts.argmin())
     if counts[smallest] < shots:
         raise DataError(
@@ -156,8 +177,17 @@ def check_shots(targets: Tensor, class_names: Sequence[str], shots: int) -> None
         )
 
 
+def count_per_class(targets: Tensor, num_classes: int) -> Tensor:
+    """int64 (L,): the images of each class."""
+    return targets.sum(dim=0).cpu() if targets.ndim == 2 else torch.bincount(targets.cpu(), minlength=num_classes)
+
+
 def _group_by_class(targets: Tensor) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
     """Each class that has images, and their rows."""
+    if targets.ndim == 2:
+        columns = enumerate(targets.cpu().numpy().T)
+        yield from ((label, np.flatnonzero(column)) for label, column in columns if column.any())
+        return
     labels = targets.cpu().numpy()
     order = np.argsort(labels, kind="stable")
     classes, starts = np.unique(labels[order], return_index=True)
@@ -189,7 +219,7 @@ def score_few_shot(
             for images in tuning_draws
         ]
         correct = [sum(counts) for counts in zip(*correct_by_draw, strict=True)]
-        penalty = _choose_penalty(LAMBDA_GRID, correct, splits.tuning_val)
+        penalty = choose_penalty(LAMBDA_GRID, correct, splits.tuning_val)
     return _score_ridge_draws(train_draws, splits.test, len(class_names), shots, penalty)
 
 
@@ -250,11 +280,11 @@ def _fit_best_penalty(
     """Choose the best penalty by less exact drafts, then solve for its head."""
     drafts = solve_draft(splits.tuning_train, num_classes, penalties)
     correct = [head.count_correct(splits.tuning_val) for head in drafts]
-    penalty = _choose_penalty(penalties, correct, splits.tuning_val)
+    penalty = choose_penalty(penalties, correct, splits.tuning_val)
     (head,) = solve(splits.train, num_classes, [penalty])
     score = _make_score(method, (penalty_name, penalty), splits, head.count_correct(splits.test))
-    temperature = _fit_head_temperature(drafts[penalties.index(penalty)], splits.tuning_val)
-    return FittedProbe(score, head, max(correct), temperature)
+    temperature = fit_head_temperature(drafts[penalties.index(penalty)], splits.tuning_val)
+    return FittedProbe(score, head, max(correct) / max(1, len(splits.tuning_val.targets)), temperature)
 
 
 def _make_score(method: str, setting: tuple[str, float], splits: ProbeSplits, correct: int) -> ProbeScore:
@@ -265,7 +295,7 @@ def _make_score(method: str, setting: tuple[str, float], splits: ProbeSplits, co
     )
 
 
-def _fit_head_temperature(head: LinearHead, tuning_val: Features) -> float:
+def fit_head_temperature(head: LinearHead, tuning_val: Features) -> float:
     """The temperature of the head's logits, fitted to evenly spaced images where there are very many."""
     step = max(1, len(tuning_val.targets) * len(head.bias) // _MAX_TEMPERATURE_LOGITS)
     logits, targets = head.compute_logits(tuning_val.values[::step]).cpu(), tuning_val.targets[::step].cpu()
@@ -273,14 +303,14 @@ def _fit_head_temperature(head: LinearHead, tuning_val: Features) -> float:
     return calibration.fit_temperature(logits, targets, prior_std=math.inf)
 
 
-def _choose_penalty(penalties: Sequence[float], correct: Sequence[int], tuning_val: Features) -> float:
-    """The penalty with the most correct images, the greatest of equals."""
+def choose_penalty(penalties: Sequence[float], scores: Sequence[float], tuning_val: Features) -> float:
+    """The penalty with the greatest score, such as the most correct images; the greatest of equals."""
     if len(penalties) > 1 and not len(tuning_val.targets):
         raise DataError(
             "there is no image to choose a setting by: no val, and no class with two training images. Add images, or"
             " name the setting (--lambda) and the methods, few-shot or knn (--methods)"
         )
-    return max(zip(correct, penalties, strict=True))[1]
+    return max(zip(scores, penalties, strict=True))[1]
 
 
 # --- in training, and as a model's head ------------------------------------------------------------------------------
@@ -317,9 +347,18 @@ def measure_few_shot(
 
 
 def replace_head(
-    trained: Trained, head: LinearHead, labels: tuple[str, ...], temperature: float, change: str
+    trained: Trained,
+    head: LinearHead,
+    labels: tuple[str, ...],
+    temperature: float,
+    change: str,
+    *,
+    label_thresholds: tuple[float, ...] = (),
 ) -> Trained:
-    """The model with this head instead of its own; a hidden layer before it stays, since the head reads its output."""
+    """The model with this head instead of its own; a hidden layer before it stays, since the head reads its output.
+
+    With thresholds of labels it is a multi-label model.
+    """
     config = dataclasses.replace(trained.model.config, classes=len(labels))
     if isinstance(config, BiTConfig):
         head_tensors = {"head.fc.weight": head.weight[:, :, None, None], "head.fc.bias": head.bias}
@@ -333,4 +372,13 @@ def replace_head(
     }
     model = assemble_model(config, tensors)
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, change))
-    return Trained(model, trained.preprocess, labels, origin, temperature)
+    multi_label = bool(label_thresholds)
+    return Trained(
+        model,
+        trained.preprocess,
+        labels,
+        origin,
+        temperature,
+        multi_label=multi_label,
+        label_thresholds=label_thresholds,
+    )

@@ -12,7 +12,8 @@ from torch import Tensor
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import advise_data_check
 from vitrail.errors import DataError, RemoteError, UsageError
-from vitrail.evaluation import features, probe
+from vitrail.evaluation import features, label_probe, probe
+from vitrail.evaluation.label_probe import FittedLabelProbe, LabelProbeScore
 from vitrail.evaluation.linear_classifiers import Features
 from vitrail.evaluation.probe import FittedProbe, ProbeScore, ProbeSplits
 from vitrail.formatting import pluralize
@@ -23,6 +24,8 @@ from vitrail.weights.formats import check_destination
 from vitrail.weights.load import save
 from vitrail.weights.trained import Trained, require_preprocess
 
+AnyScore = ProbeScore | LabelProbeScore
+AnyFitted = FittedProbe | FittedLabelProbe
 ProbeMethod = Literal["few-shot", "knn", "linear", "logistic"]
 
 
@@ -80,7 +83,7 @@ def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSett
     targets = _read_targets(dataset, train_on_val=settings.train_on_val)
     shots = _choose_shots(targets, dataset, settings) if "few-shot" in settings.methods else ()
     start = time.monotonic()
-    values, cached = _extract_features(trained, dataset, data, settings)
+    values, cached = extract_dataset_features(trained, dataset, data, settings)
     if not settings.group.is_rank0:
         return None
     seconds = time.monotonic() - start
@@ -100,7 +103,7 @@ def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSett
 
 
 def _read_targets(dataset: Dataset, *, train_on_val: bool) -> dict[str, Tensor]:
-    """The classes of each split's images, if they can be learned."""
+    """The classes or multi-label targets of each split's images, if they can be learned."""
     if not dataset.classes:
         raise DataError(
             f"{dataset.name} has no labels to learn: sort the images into one folder per class, or list them with"
@@ -111,7 +114,7 @@ def _read_targets(dataset: Dataset, *, train_on_val: bool) -> dict[str, Tensor]:
         raise DataError(f"{dataset.name} has the splits {names}; a probe needs train, and test or val to measure on")
     if train_on_val and len(dataset.splits) < 3:
         raise UsageError(f"--train-on-val trains on val and measures on test, and {dataset.name} has {names}")
-    targets = {name: features.read_labels(split) for name, split in dataset.splits.items()}
+    targets = {name: features.read_labels(split, len(dataset.classes)) for name, split in dataset.splits.items()}
     for name in dataset.classes:
         if not name.isascii() and name.encode(errors="replace").decode() != name:
             raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")
@@ -124,7 +127,7 @@ def _choose_shots(targets: dict[str, Tensor], dataset: Dataset, settings: ProbeS
     if settings.shots:
         probe.check_shots(trained_on, dataset.classes, max(settings.shots))
         return settings.shots
-    counts = trained_on.bincount()
+    counts = probe.count_per_class(trained_on, len(dataset.classes))
     smallest = int(counts.argmin())
     possible = tuple(shots for shots in probe.DEFAULT_SHOTS if shots <= counts[smallest])
     if omitted := [f"{shots}-shot" for shots in probe.DEFAULT_SHOTS if shots not in possible]:
@@ -138,7 +141,7 @@ def _choose_shots(targets: dict[str, Tensor], dataset: Dataset, settings: ProbeS
 # --- features --------------------------------------------------------------------------------------------------------
 
 
-def _extract_features(
+def extract_dataset_features(
     trained: Trained, dataset: Dataset, data: str, settings: ProbeSettings
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The features of each split's images, all of them on rank 0, and the splits whose features were cached."""
@@ -198,50 +201,54 @@ def extract_split(
 
 def _fit_classifiers(
     splits: ProbeSplits, names: tuple[str, ...], shots: tuple[int, ...], settings: ProbeSettings
-) -> tuple[list[ProbeScore], list[FittedProbe]]:
+) -> tuple[list[AnyScore], list[AnyFitted]]:
     """The scores of all methods, and the classifiers that can be a model's head."""
-    scores: list[ProbeScore] = []
-    fitted: list[FittedProbe] = []
+    kind = label_probe if splits.train.multi_label else probe
+    scores: list[AnyScore] = []
+    fitted: list[AnyFitted] = []
     with settings.show_progress("classifiers") as progress:
         for done, method in enumerate(settings.methods):
             progress(done, len(settings.methods))
             match method:
                 case "few-shot":
                     scores += [
-                        probe.score_few_shot(splits, names, number, seeds=settings.seeds, penalty=settings.penalty)
+                        kind.score_few_shot(splits, names, number, seeds=settings.seeds, penalty=settings.penalty)
                         for number in shots
                     ]
                 case "knn":
-                    scores.append(probe.score_knn(splits, len(names), settings.k))
+                    scores.append(kind.score_knn(splits, len(names), settings.k))
                 case "linear":
-                    fitted.append(probe.fit_linear(splits, len(names), settings.penalty))
+                    fitted.append(kind.fit_linear(splits, len(names), settings.penalty))
                 case "logistic":
-                    fitted.append(probe.fit_logistic(splits, len(names)))
+                    fitted.append(kind.fit_logistic(splits, len(names)))
     return [*scores, *(classifier.score for classifier in fitted)], fitted
 
 
 def _save_with_head(
-    trained: Trained, fitted: list[FittedProbe], dataset: Dataset, splits: ProbeSplits, settings: ProbeSettings
+    trained: Trained, fitted: list[AnyFitted], dataset: Dataset, splits: ProbeSplits, settings: ProbeSettings
 ) -> dict[str, Any]:
     """Write the model with the best of the heads, and describe it."""
     assert settings.save is not None
-    best = max(fitted, key=lambda classifier: classifier.tuning_correct)
+    best = max(fitted, key=lambda classifier: classifier.tuning_score)
     name, number = best.score.setting
     images = pluralize(best.score.train_images, "image")
     change = f"head: {best.score.method} probe of {dataset.name}, {name} {number:g}, {images}"
-    with_head = probe.replace_head(trained, best.head, dataset.classes, best.temperature, change)
+    thresholds = best.label_thresholds if isinstance(best, FittedLabelProbe) else ()
+    with_head = probe.replace_head(
+        trained, best.head, dataset.classes, best.temperature, change, label_thresholds=thresholds
+    )
     save(with_head, settings.save, overwrite=settings.overwrite)
-    tuning_images = len(splits.tuning_val.targets)
     return {
         "path": str(settings.save),
         "method": best.score.method,
-        "chosen": best.tuning_correct / tuning_images if tuning_images else None,
+        "chosen": best.tuning_score if len(splits.tuning_val.targets) else None,
         "temperature": best.temperature,
+        **({"label_thresholds": dict(zip(dataset.classes, thresholds, strict=True))} if thresholds else {}),
     }
 
 
 def _collect_facts(
-    dataset: Dataset, splits: ProbeSplits, scores: list[ProbeScore], *, train_on_val: bool
+    dataset: Dataset, splits: ProbeSplits, scores: list[AnyScore], *, train_on_val: bool
 ) -> dict[str, Any]:
     has_test = "test" in dataset.splits
     return {
@@ -258,11 +265,7 @@ def _collect_facts(
                 "shots": score.shots,
                 "learned": score.train_images,
                 score.setting[0]: score.setting[1],
-                "top1": score.top1,
-                "std": score.std,
-                "interval": score.interval,
-                "seeds": len(score.correct),
-                "correct": list(score.correct),
+                **score.to_dict(),
             }
             for score in scores
         ],

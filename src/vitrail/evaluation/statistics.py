@@ -4,7 +4,8 @@ n images   L classes   R resamples
 """
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,24 @@ def mean_interval(values: NDArray[np.floating]) -> Interval | None:
     middle = float(values.mean())
     half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values))
     return middle - half, middle + half
+
+
+def paired_interval(differences: Sequence[float]) -> Interval | None:
+    """The interval of the mean of a few differences, by Student's t; None for a single one."""
+    if len(differences) < 2:
+        return None
+    middle, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    half = compute_t_quantile(len(differences) - 1) * error
+    return middle - half, middle + half
+
+
+def compute_t_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t, by the integral of its density."""
+    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+    angles = np.linspace(0, math.pi / 2, 200_001)  # t = sqrt(degrees) tan(angle), whose density is a power of cos
+    density = factor * np.cos(angles) ** (degrees - 1)
+    masses = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(angles))])
+    return math.sqrt(degrees) * math.tan(float(np.interp(0.475, masses, angles)))
 
 
 def bootstrap_interval(measure: Callable[[NDArray[np.int64]], float], images: int, *, seed: int = 0) -> Interval:

@@ -20,7 +20,15 @@ from vitrail import files
 from vitrail.config import PreprocessConfig, from_json
 from vitrail.data.transforms import normalize
 from vitrail.errors import ModelError, UsageError
-from vitrail.export.graph import OLD_METADATA_KEYS, REQUIRED_METADATA, GraphRunner, name_outputs, prepare_for_export
+from vitrail.export.graph import (
+    OLD_METADATA_KEYS,
+    REQUIRED_METADATA,
+    THRESHOLDS_KEY,
+    GraphRunner,
+    name_outputs,
+    prepare_for_export,
+)
+from vitrail.formatting import pluralize
 from vitrail.model.resnet import BiT
 from vitrail.weights.trained import Trained, require_preprocess, require_trained
 
@@ -73,6 +81,7 @@ class ExportedModel(NamedTuple):
     multi_label: bool
     temperature: float
     threshold: float
+    label_thresholds: tuple[float, ...] = ()
 
 
 def check_export_destination(path: Path, format: ExportFormat, *, overwrite: bool = False) -> None:  # noqa: A002
@@ -217,7 +226,7 @@ def open_exported_model(path: Path) -> ExportedModel:
         raise UsageError(f"{path} needs {error.name}: pip install 'vitrail[{format_name}]'") from None
     try:
         entries = {OLD_METADATA_KEYS.get(name, name): value for name, value in module.read_metadata(path).items()}
-        metadata = {name: json.loads(entries[name]) for name in REQUIRED_METADATA if name in entries}
+        metadata = {name: json.loads(entries[name]) for name in (*REQUIRED_METADATA, THRESHOLDS_KEY) if name in entries}
         run = module.load_runner(path)
     except (RuntimeError, ValueError, OSError, *module.READ_ERRORS) as error:
         raise ModelError(f"{path} cannot be read: {' '.join(str(error).split()):.300}") from error
@@ -237,6 +246,9 @@ def _build_exported_model(path: Path, metadata: dict[str, Any], run: GraphRunner
         labels = tuple(str(label) for label in metadata["labels"] or ())
         temperature, threshold = float(metadata["temperature"]), float(metadata["threshold"])
         multi_label = metadata["multi_label"] is True
+        label_thresholds = tuple(float(value) for value in metadata.get(THRESHOLDS_KEY, ()))
+        if len(label_thresholds) not in (0, len(labels)):
+            raise ValueError(f"{pluralize(len(label_thresholds), 'threshold')} for {pluralize(len(labels), 'label')}")
     except (UsageError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
-    return ExportedModel(path, run, preprocess, channels, labels, multi_label, temperature, threshold)
+    return ExportedModel(path, run, preprocess, channels, labels, multi_label, temperature, threshold, label_thresholds)

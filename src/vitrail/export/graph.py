@@ -24,6 +24,7 @@ from vitrail.weights.trained import Trained, assemble_model, logits_to_probabili
 INPUT_NAME = "pixels"
 REQUIRED_METADATA = ("labels", "pixels", "normalization", "multi_label", "temperature", "threshold")
 """The entries of the metadata that running a file needs."""
+THRESHOLDS_KEY = "label_thresholds"  # of a multi-label model that has them
 OLD_METADATA_KEYS = {"normalised": "normalization", "several": "multi_label"}  # of version 0.1.0
 
 GraphRunner = Callable[[Tensor], dict[str, Tensor]]
@@ -111,6 +112,7 @@ def build_metadata(trained: Trained) -> dict[str, str]:
         "multi_label": trained.multi_label,
         "temperature": trained.temperature,  # logits are divided by it already
         "threshold": trained.threshold,
+        **({THRESHOLDS_KEY: trained.label_thresholds} if trained.label_thresholds else {}),
         "origin": dataclasses.asdict(trained.origin),
         "vitrail": version("vitrail"),
     }

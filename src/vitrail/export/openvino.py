@@ -87,7 +87,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         if b"<net" not in file.read(1000):  # OpenVINO would try other formats that it knows
             raise ValueError("it is no graph of OpenVINO")
     model = openvino.Core().read_model(path)
-    names = (*graphs.REQUIRED_METADATA, *graphs.OLD_METADATA_KEYS)
+    names = (*graphs.REQUIRED_METADATA, graphs.THRESHOLDS_KEY, *graphs.OLD_METADATA_KEYS)
     present = [name for name in names if model.has_rt_info([_RT_INFO_SECTION, name])]
     return {name: model.get_rt_info([_RT_INFO_SECTION, name]).astype(str) for name in present}
 

@@ -6,15 +6,18 @@ import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vitrail.config import to_json
 from vitrail.errors import StoppedError, UsageError
+from vitrail.files import compute_sha256
 from vitrail.formatting import pluralize
-from vitrail.inference.classifier import Classifier, ExportedClassifier
+from vitrail.inference.classifier import NO_LABEL, Classifier, ExportedClassifier
 from vitrail.inference.input_batches import InputLoader, LoadedBatch, iterate_input_batches
 from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, RowTarget, WrittenRows
 from vitrail.model.vit import ViT
@@ -22,6 +25,7 @@ from vitrail.runtime import devices, distributed, signals, workers
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.signals import StopRequest
 from vitrail.runtime.workers import Notify, ProgressCallback, ignore_note
+from vitrail.weights.tensor_files import digest_tensors
 
 AnyClassifier = Classifier | ExportedClassifier
 
@@ -30,7 +34,7 @@ AnyClassifier = Classifier | ExportedClassifier
 class BulkSettings:
     """What is computed for each image, and how."""
 
-    top: int = 1
+    top: int | None = 1  # labels; None for those above the model's thresholds
     embed: bool = False  # whether rows hold features instead of labels
     threads: int = 1  # that read and prepare images
     processes: int = 0  # that do so after the first batches for a GPU
@@ -45,7 +49,8 @@ class BulkResult(NamedTuple):
 
     written: WrittenRows  # with those of earlier commands
     new_images: int
-    labels: Counter[str]  # how many of the new images have each top label
+    labels: Counter[str]  # how many of the new images have each top label, or each predicted one
+    target: str = ""  # where the rows are
 
 
 def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> None:
@@ -54,6 +59,33 @@ def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> 
         raise UsageError("the model has no head, so it gives features and no labels: --embed")
     if attention and not isinstance(classifier.model, ViT):
         raise UsageError("--attention is for ViTs and hybrids; a BiT ResNet has no attention")
+
+
+def choose_top(classifier: AnyClassifier, top: int | None) -> int | None:
+    """The labels of an image; where nothing was asked for, 1, or None: all above the thresholds that the model has."""
+    return 1 if top is None and not classifier.label_thresholds else top
+
+
+def identify_model(classifier: AnyClassifier) -> dict[str, Any]:
+    """What distinguishes one model from another in the record of a file of rows."""
+    if isinstance(classifier, ExportedClassifier):
+        path = classifier.path
+        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ONNX ones
+        return {"model": " ".join(compute_sha256(file) for file in (path, weights) if file.is_file())}
+    return {
+        "model": {
+            "weights": digest_tensors(classifier.model.state_dict()),
+            "config": to_json(classifier.model.config),
+            "preprocess": to_json(classifier.preprocess),
+            "labels": classifier.labels,
+            "temperature": classifier.temperature,
+            "threshold": classifier.threshold,
+            "multi_label": classifier.multi_label,
+            **({"label_thresholds": classifier.label_thresholds} if classifier.label_thresholds else {}),
+        },
+        "features": classifier.model.config.num_features,
+        "--precision": classifier.precision,
+    }
 
 
 def predict_images(
@@ -75,12 +107,12 @@ def predict_images(
     if written.images:
         pronoun = "it" if written.images == 1 else "them"
         settings.notify(f"{target.name} has {pluralize(written.images, 'image')}; continuing after {pronoun}")
+    if settings.top is None and not settings.embed and group.is_rank0:
+        settings.notify("an image gets all labels above the model's thresholds; --top N gives the N likeliest instead")
     before, labels = written.images, Counter[str]()
     with contextlib.ExitStack() as stack:
-        if settings.embed:  # float32 as a probe has it: TF32, to which cuDNN would round convolutions, has three digits
-            deterministic = torch.backends.cudnn.deterministic
-            flags = torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False)
-            stack.enter_context(flags)
+        if settings.embed:
+            stack.enter_context(avoid_tf32())
         stop_request = None
         if target.can_continue:
             announce = partial(_announce_stop, notify=settings.notify)
@@ -92,11 +124,27 @@ def predict_images(
             written = WrittenRows(written.images + len(rows), written.failed + failed)
             if write is not None:
                 write(rows)
-            labels.update(row.labels[0][0] for row in rows if row.labels)
+            labels.update(_iterate_counted_labels(rows, settings))
             progress(written.images, total)
             if stop_signal:
                 _raise_stopped(stop_signal, written, target.name, settings.notify)
-    return BulkResult(written, written.images - before, labels)
+    return BulkResult(written, written.images - before, labels, target.name)
+
+
+def avoid_tf32() -> AbstractContextManager[None]:
+    """Features are float32 as a probe has them: TF32, to which cuDNN would round convolutions, has three digits."""
+    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
+        enabled=True, deterministic=torch.backends.cudnn.deterministic, allow_tf32=False
+    )
+    return flags
+
+
+def _iterate_counted_labels(rows: Sequence[PredictionRow], settings: BulkSettings) -> Iterator[str]:
+    """The top label of each image, or all that are predicted."""
+    for row in rows:
+        if settings.top is None and not row.labels and not row.error and not settings.embed:
+            yield NO_LABEL
+        yield from (label for label, _ in row.labels[: 1 if settings.top else None])
 
 
 def _announce_stop(stop_signal: signal.Signals, notify: Notify) -> None:

@@ -5,6 +5,7 @@ B images of a batch   C channels   S image side   L classes   D features
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,10 @@ from vitrail.inference.precision import build_inference_functions, list_availabl
 from vitrail.model.quantized import describe_processor
 from vitrail.runtime import devices
 from vitrail.weights.precision_measurements import choose_precision
-from vitrail.weights.trained import Trained, require_preprocess
+from vitrail.weights.trained import Trained, is_label_predicted, require_preprocess
 
 UNSURE = "unsure"
+NO_LABEL = "no label"
 
 RankedLabels = list[tuple[str, float]]
 """Labels and their probabilities, the likeliest first."""
@@ -66,7 +68,7 @@ class Classifier:
         self.batch_size, self.channels = batch_size, trained.model.config.channels
         self.temperature = trained.temperature
         self.multi_label = trained.multi_label
-        self.threshold = trained.threshold
+        self.threshold, self.label_thresholds = trained.threshold, trained.label_thresholds
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
         model = trained.model
         if model.training or next(model.parameters()).device != self.device:
@@ -84,10 +86,11 @@ class Classifier:
         exact = functions if self.precision in (precision, "float32") else build_functions()
         self._compute_probabilities, self._compute_features = functions.probabilities, exact.features
 
-    def __call__(self, images: Sequence[ImageSource | Tensor], top: int = 5) -> list[RankedLabels]:
+    def __call__(self, images: Sequence[ImageSource | Tensor], top: int | None = 5) -> list[RankedLabels]:
         """The `top` labels of each image with their probabilities, the likeliest first; computed in batches.
 
-        Where the likeliest is below the file's threshold, "unsure" comes before them with its probability.
+        Where the likeliest is below the file's threshold, "unsure" comes before them with its probability. With a
+        `top` of None an image gets all labels above the thresholds of a multi-label model, or one where it has none.
         """
         if isinstance(images, str | bytes | Path | Image.Image | np.ndarray):
             raise UsageError("give a list of images, also for a single one: classify([image])")
@@ -106,7 +109,7 @@ class Classifier:
             raise DataError(f"a tensor must be a model input, uint8 {shape}, not {image.dtype} {tuple(image.shape)}")
         return image
 
-    def predict(self, images: Sequence[ImageSource | Tensor], top: int = 5) -> list[RankedLabels]:
+    def predict(self, images: Sequence[ImageSource | Tensor], top: int | None = 5) -> list[RankedLabels]:
         """The same as a call, for one batch of any size."""
         self._check_request(top)
         return self.start_prediction([self._stack_inputs(images)], top)()
@@ -120,16 +123,9 @@ class Classifier:
         """One batch of images -> features on the CPU: by default the head's input, float32 (B, D)."""
         return self._compute_features(self._stack_inputs(images)).cpu()
 
-    def start_prediction(self, parts: Sequence[Tensor], top: int) -> Callable[[], list[RankedLabels]]:
+    def start_prediction(self, parts: Sequence[Tensor], top: int | None) -> Callable[[], list[RankedLabels]]:
         """Compute the `top` labels of inputs, uint8 (b, C, S, S) each; call the result to wait for a GPU."""
-        best = self._compute_probabilities(self._join_parts(parts)).topk(min(top, len(self.labels)), dim=1)
-        wait = devices.start_copy_to_cpu(best.values, best.indices)
-
-        def finish() -> list[RankedLabels]:
-            values, classes = wait()
-            return _list_predictions(values, classes, self.labels, self.threshold)
-
-        return finish
+        return _start_ranking(self._compute_probabilities(self._join_parts(parts)), self, top)
 
     def start_features(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Compute the features of inputs, uint8 (b, C, S, S) each; call the result to wait for a GPU."""
@@ -148,10 +144,10 @@ class Classifier:
         pixels = np.stack(inputs) if inputs else np.empty(shape, np.uint8)  # torch would wait for its threads to wake
         return torch.from_numpy(pixels).to(self.device)  # as uint8, a quarter of float32's bytes
 
-    def _check_request(self, top: int = 1) -> None:
+    def _check_request(self, top: int | None = 1) -> None:
         if not self.labels:
             raise UsageError("the model has no head, so it computes features but no labels")
-        if top < 1:
+        if top is not None and top < 1:
             raise UsageError(f"top is {top}; it must be at least 1")
 
 
@@ -161,13 +157,33 @@ class ExportedClassifier:
     def __init__(self, exported: ExportedModel, *, batch_size: int = 32) -> None:
         self.path, self.preprocess, self.batch_size = exported.path, exported.preprocess, batch_size
         self.labels, self.threshold = exported.labels, exported.threshold
+        self.label_thresholds = exported.label_thresholds
         self._run, self.channels = exported.run, exported.channels
         self.device = torch.device("cpu")
 
-    def start_prediction(self, parts: Sequence[Tensor], top: int) -> Callable[[], list[RankedLabels]]:
+    def start_prediction(self, parts: Sequence[Tensor], top: int | None) -> Callable[[], list[RankedLabels]]:
         """Compute the `top` labels of inputs, uint8 (b, C, S, S) each; the result gives them."""
-        best = self._run(torch.cat(list(parts)))["probabilities"].topk(min(top, len(self.labels)), dim=1)
-        return lambda: _list_predictions(best.values, best.indices, self.labels, self.threshold)
+        return _start_ranking(self._run(torch.cat(list(parts)))["probabilities"], self, top)
+
+
+def _start_ranking(
+    probabilities: Tensor, classifier: Classifier | ExportedClassifier, top: int | None
+) -> Callable[[], list[RankedLabels]]:
+    """Rank the labels of (B, L); call the result to wait for a GPU."""
+    labels, thresholds = classifier.labels, classifier.label_thresholds
+    is_by_threshold = top is None and bool(thresholds)
+    ranked = probabilities.topk(len(labels) if is_by_threshold else min(top or 1, len(labels)), dim=1)
+    masks = [is_label_predicted(probabilities, thresholds).gather(1, ranked.indices)] if is_by_threshold else []
+    wait = devices.start_copy_to_cpu(ranked.values, ranked.indices, *masks)
+
+    def finish() -> list[RankedLabels]:
+        values, classes, *is_predicted = wait()
+        if not is_predicted:
+            return _list_predictions(values, classes, labels, classifier.threshold)
+        rows = zip(_list_predictions(values, classes, labels), is_predicted[0].tolist(), strict=True)
+        return [list(itertools.compress(row, mask)) for row, mask in rows]
+
+    return finish
 
 
 def rank_labels(probabilities: Tensor, labels: Sequence[str], top: int) -> list[RankedLabels]:

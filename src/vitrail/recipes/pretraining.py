@@ -138,6 +138,17 @@ _SMALL_RECIPES = {
     ),
     "tiny-imagenet": _build_small_recipe("s8", 64, epochs=100, data="tiny-imagenet"),
 }
+_STUDY_RECIPE = Recipe(
+    model="ti8",
+    image_size=48,
+    batch=512,
+    epochs=30,
+    optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=1.0),
+    schedule=ScheduleConfig(warmup=500),
+    augment=AugmentConfig(area=(0.25, 1.0)),
+    data="tiny-imagenet",
+    source="vitrail: the paper's settings at a size that one GPU trains in a minute, for `vitrail study`",
+)
 
 
 MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
@@ -193,6 +204,7 @@ RECIPES: dict[str, Recipe] = {
         result="174 of 179 test digits (97.2 %) on an EPYC, 175 on a Xeon; nearest neighbor 175; n = 1, seed 0",
     ),
     **_SMALL_RECIPES,
+    "tiny-imagenet-study": _STUDY_RECIPE,
     "vit-b16-jft": _build_jft_recipe("b16", 7, 8e-4),
     "vit-b32-jft": _build_jft_recipe("b32", 7, 8e-4),
     "vit-l32-jft": _build_jft_recipe("l32", 7, 6e-4),

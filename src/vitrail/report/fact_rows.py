@@ -96,6 +96,15 @@ def list_result_rows(facts: RunFacts, result: FinalMetrics) -> Iterator[FactRow]
         yield "F1 over all labels", format_percent(facts.multi_label_metrics.micro_f1)
         yield "F1 averaged over classes", format_percent(facts.multi_label_metrics.macro_f1)
         yield "mean average precision", format_percent(facts.multi_label_metrics.mean_average_precision)
+        if facts.multi_label_metrics.precision is not None and facts.multi_label_metrics.recall is not None:
+            yield (
+                "precision, the share of predicted labels that are true",
+                format_percent(facts.multi_label_metrics.precision),
+            )
+            yield (
+                "recall, the share of true labels that are predicted",
+                format_percent(facts.multi_label_metrics.recall),
+            )
     elif len(facts.config["classes"]) >= MIN_TOP5_CLASSES:
         yield "top-5 accuracy", format_percent(result.top5)
     if facts.macro_accuracy is not None:
@@ -188,6 +197,8 @@ def list_training_rows(facts: RunFacts) -> Iterator[FactRow]:
     yield "schedule", f"warm-up for {pluralize(schedule['warmup'], 'step')}, then {schedule['decay']}"
     yield "augmentation", ", ".join(_list_augmentations(recipe["augment"]))
     yield "objective", _describe_objective(recipe)
+    if weights := config.get("class_weights"):
+        yield "class weights", f"{min(weights.values()):g} to {max(weights.values()):g}"
     if regularization := list(_list_regularization(recipe)):
         yield "regularization", ", ".join(regularization)
     yield "seed", str(config["seed"])

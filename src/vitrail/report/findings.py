@@ -53,6 +53,20 @@ def list_confusions(facts: RunFacts) -> list[ConfusedPair]:
     return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in pairs.most_common()]
 
 
+def list_label_confusions(facts: RunFacts) -> list[ConfusedPair]:
+    """List the labels missed where another was added, in the same image, the most frequent first."""
+    if not facts.is_multi_label:
+        return []
+    images: Counter[str] = Counter()
+    pairs: Counter[tuple[str, str]] = Counter()
+    for record in facts.predictions:
+        labels, predicted = (set(filter(None, text.split(" | "))) for text in (record.label, record.predicted))
+        images.update(labels)
+        pairs.update((missed, extra) for missed in labels - predicted for extra in predicted - labels)
+    ordered = sorted(pairs.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in ordered]
+
+
 def find_weakest(classes: list[ClassRow]) -> list[ClassRow]:
     """The few classes with the lowest scores."""
     return [row for row in classes[:MAX_WEAKEST] if row.score < 1]

@@ -55,12 +55,14 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         has_top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
         weakest=findings.find_weakest(classes),
         confusions=confusions[:MAX_CONFUSED_PAIRS],
+        label_confusions=findings.list_label_confusions(facts)[:MAX_CONFUSED_PAIRS],
+        has_thresholds=any(row.threshold is not None for row in facts.label_rows),
         most_missed=max(classes, key=lambda row: row.images - row.correct, default=None),
         most_added=max(classes, key=lambda row: row.predicted - row.correct, default=None),
         suggestions=findings.make_suggestions(facts, classes, confusions),
         num_shown_classes=len(shown_classes),
         confusion_matrix=_draw_confusion(facts, shown_classes) if facts.is_single_label else None,
-        class_tables=_split_class_table(classes),
+        class_tables=_split_class_table(classes, is_wide=facts.is_multi_label),
         num_omitted_classes=len(classes) - MAX_CLASS_ROWS,
         reliability=_draw_reliability(facts),
         class_sizes=_draw_class_sizes(facts),
@@ -161,10 +163,10 @@ def _choose_shown_classes(classes: Sequence[str], confusions: Sequence[findings.
     return list(chosen)[:_MAX_CONFUSION_CLASSES]
 
 
-def _split_class_table(classes: Sequence[ClassRow]) -> list[Sequence[ClassRow]]:
-    """The weakest classes, split into two tables side by side if they are many."""
+def _split_class_table(classes: Sequence[ClassRow], *, is_wide: bool) -> list[Sequence[ClassRow]]:
+    """The weakest classes, split into two tables side by side if they are many and the tables not wide."""
     rows = classes[:MAX_CLASS_ROWS]
-    half = len(rows) if len(rows) <= _MAX_ONE_TABLE else -(-len(rows) // 2)
+    half = len(rows) if is_wide or len(rows) <= _MAX_ONE_TABLE else -(-len(rows) // 2)
     return [table for table in (rows[:half], rows[half:]) if table]
 
 

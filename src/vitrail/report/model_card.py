@@ -216,6 +216,11 @@ def _list_limits(facts: RunFacts, trained: Trained) -> Iterator[str]:
     yield "Bias against groups of people or things was not measured."
     if trained.threshold:
         yield f"Below a probability of {trained.threshold:.3f} it abstains."
+    if thresholds := trained.label_thresholds:
+        yield (
+            "It predicts every label whose probability is above the label's own threshold, which is from"
+            f" {min(thresholds):.2f} to {max(thresholds):.2f}."
+        )
 
 
 def _tabulate_model(trained: Trained) -> TableBlock:

@@ -10,7 +10,7 @@ import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from vitrail.report.forward_trace import ForwardTrace, trace_forward
 from vitrail.report.result_files import load_inputs
 from vitrail.report.run_facts import PredictionRecord, RunFacts, get_image_name
 from vitrail.visualization import Array, Pixels, attention, embeddings, image_grids, plots
-from vitrail.weights.trained import Trained, require_preprocess
+from vitrail.weights.trained import Trained, is_label_predicted, logits_to_probabilities, require_preprocess
 
 MAX_MISTAKES = 12
 MAX_ROLLOUTS = 6
@@ -44,6 +44,15 @@ _MAX_HEADS = 12
 _FRAME_COLOR = (213, 94, 0)
 
 
+class ReportLabel(NamedTuple):
+    """A label of a multi-label image that it has, or that is predicted."""
+
+    name: str
+    kind: Literal["right", "extra", "missing"]
+    probability: float
+    threshold: float
+
+
 class ReportImage(NamedTuple):
     """An image, with its prediction if there is one."""
 
@@ -51,6 +60,7 @@ class ReportImage(NamedTuple):
     prediction: PredictionRecord | None
     image: str
     rollout: str | None  # the attention rollout; None for a model without attention
+    labels: tuple[ReportLabel, ...] = ()  # of a multi-label model
 
 
 class ReportFigure(NamedTuple):
@@ -155,13 +165,37 @@ def _make_report_images(
     rollouts: Sequence[Array | None] = [None] * len(names)
     if require_attention or isinstance(trained.model, ViT):
         rollouts = list(attention.compute_rollout(trained.model, _normalize_inputs(trained, inputs)))
+    labels = _list_labels(trained, images, names, inputs) if trained.multi_label else [()] * len(names)
     report_images = []
-    for name, pixels, rollout in zip(names, inputs.numpy(), rollouts, strict=True):
+    for name, pixels, rollout, own_labels in zip(names, inputs.numpy(), rollouts, labels, strict=True):
         image = _resize_input(pixels)
         overlay = None if rollout is None else encode_webp(image_grids.overlay_attention(image, rollout))
         encoded = encode_webp(image_grids.to_rgb_array(image))
-        report_images.append(ReportImage(get_image_name(name), images.predictions.get(name), encoded, overlay))
+        prediction = images.predictions.get(name)
+        report_images.append(ReportImage(get_image_name(name), prediction, encoded, overlay, own_labels))
     return tuple(report_images)
+
+
+@torch.inference_mode()
+def _list_labels(
+    trained: Trained, images: RunImages, names: Sequence[str], inputs: Tensor
+) -> list[tuple[ReportLabel, ...]]:
+    """The labels that each image has, and those that are predicted, the likeliest first."""
+    logits = trained.model(_normalize_inputs(trained, inputs)).float().cpu()
+    probabilities = logits_to_probabilities(logits, trained.temperature, multi_label=True)
+    predicted = is_label_predicted(probabilities, trained.label_thresholds).tolist()
+    thresholds, classes = trained.label_thresholds or (0.5,) * logits.shape[1], trained.labels or ()
+    listed = []
+    for name, values, is_predicted in zip(names, probabilities.tolist(), predicted, strict=True):
+        truth = images.split.get_labels(images.rows[name])
+        kinds: dict[int, Literal["right", "extra", "missing"]] = {
+            label: "missing" if not is_predicted[label] else "right" if label in truth else "extra"
+            for label in range(len(classes))
+            if label in truth or is_predicted[label]
+        }
+        rows = [ReportLabel(classes[label], kind, values[label], thresholds[label]) for label, kind in kinds.items()]
+        listed.append(tuple(sorted(rows, key=lambda row: -row.probability)))
+    return listed
 
 
 def _resize_input(pixels: Pixels) -> Pixels:

@@ -19,7 +19,7 @@ from vitrail.data.transforms import make_eval_input
 from vitrail.evaluation import prediction_tables
 from vitrail.evaluation.calibration import compute_risk_coverage, count_bins
 from vitrail.evaluation.dataset_evaluation import ModelEvaluation
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import list_label_confusions, list_threshold_scores, measure_labels
 from vitrail.evaluation.predictions import Predictions
 from vitrail.training.run_results import PretrainingResult, RunResult
 from vitrail.training.training_run import TrainingRun
@@ -102,11 +102,22 @@ def _write_model(dataset: Dataset, images: Split, result: ModelEvaluation, folde
         confusion = counts.confusion[occurring][:, occurring].numpy()
         _plot_confusion(confusion, [names[index] for index in occurring.tolist()], folder)
     if predictions.multi_label:
-        prediction_tables.write_label_scores(measure_labels(predictions), names, folder / "per_class.csv")
+        _write_labels(result, folder)
     binned, error = count_bins(*predictions.calibration_pairs), result.metrics.calibration_error
     plots.plot_reliability(binned.counts, binned.correct, folder / "reliability.png", calibration_error=error)
     worst = predictions.losses.argsort(descending=True)[:_EVALUATION_IMAGES].tolist()
     image_grids.write_jpeg(make_evaluation_grid(dataset, images, result, worst), folder / "top_losses.jpg")
+
+
+def _write_labels(result: ModelEvaluation, folder: Path) -> None:
+    """Write the scores of each label, F1 by threshold, and which labels are mistaken for which."""
+    predictions, names = result.evaluation.predictions, result.names
+    path = folder / "per_class.csv"
+    prediction_tables.write_label_scores(measure_labels(predictions), names, result.label_thresholds, path)
+    scores = list_threshold_scores(predictions)
+    prediction_tables.write_threshold_scores(scores, folder / "f1_by_threshold.csv")
+    plots.plot_f1_by_threshold(scores, folder / "f1_by_threshold.png")
+    prediction_tables.write_label_confusions(list_label_confusions(predictions), names, folder / "label_confusions.csv")
 
 
 def make_evaluation_grid(
@@ -155,6 +166,9 @@ def _make_prediction_grid(
     rows, correct = predictions.images[chosen].tolist(), predictions.correct[chosen].tolist()
     captions = []
     for index, row, is_correct in zip(indices, rows, correct, strict=True):
+        if predictions.multi_label:
+            captions.append(_format_label_mistakes(predictions, index, output_names))
+            continue
         predicted = _format_predicted(predictions, index, output_names)
         caption = f"{predicted} {float(predictions.confidence[index]):.0%}"
         captions.append(caption if is_correct else f"{caption}, is {_format_labels(split, classes, row)}")
@@ -174,3 +188,13 @@ def _format_labels(split: Split, classes: Sequence[str], row: int) -> str:
 
 def _format_predicted(predictions: Predictions, index: int, names: Sequence[str]) -> str:
     return ", ".join(names[output] for output in predictions.get_predicted_classes(index)) or _NO_LABEL
+
+
+def _format_label_mistakes(predictions: Predictions, index: int, names: Sequence[str]) -> str:
+    """The labels that are right, then those that are missing and those that are extra."""
+    truth, predicted = predictions.label_targets[index], predictions.predicted_labels[index]
+    parts = {"": truth & predicted, "missing ": truth & ~predicted, "extra ": predicted & ~truth}
+    listed = {
+        title: ", ".join(names[label] for label in chosen.nonzero()[:, 0].tolist()) for title, chosen in parts.items()
+    }
+    return "; ".join(f"{title}{labels}" for title, labels in listed.items() if labels) or _NO_LABEL

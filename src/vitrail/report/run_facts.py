@@ -76,6 +76,8 @@ class MultiLabelMetrics:
     calibration_error: float
     bins: list[tuple[int, float, int]]
     """For each of the bins of equal width: labels, the sum of their probabilities, and how many are true."""
+    precision: float | None = None  # unknown of runs of earlier versions, as is the recall
+    recall: float | None = None
 
 
 class ClassRow(NamedTuple):
@@ -88,6 +90,7 @@ class ClassRow(NamedTuple):
     score: float  # recall; F1 for a multi-label run
     predicted: int  # images predicted as this class
     average_precision: float | None = None
+    threshold: float | None = None  # the probability above which the label is predicted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,7 +321,10 @@ T = TypeVar("T", FinalMetrics, PretrainingMetrics, MultiLabelMetrics)
 def _parse_event(kind: type[T], event: Mapping[str, Any], folder: Path) -> T:
     """Build a dataclass from the fields of an event."""
     with _report_damage(f"the event {event['event']!r} in {folder / 'events.jsonl'}", _REMEASURE_ADVICE):
-        return kind(**{field.name: event[field.name] for field in dataclasses.fields(kind)})
+        needed = [
+            field for field in dataclasses.fields(kind) if field.name in event or field.default is dataclasses.MISSING
+        ]
+        return kind(**{field.name: event[field.name] for field in needed})
 
 
 def _read_predictions(path: Path) -> Iterator[PredictionRecord]:
@@ -339,7 +345,8 @@ def _read_label_rows(path: Path) -> Iterator[ClassRow]:
             train_images = int(row["train_images"]) if "train_images" in row else None
             numbers = int(row["images"]), int(row["correct"]), float(row["f1"]), int(row["predicted"])
             precision = float(row["average_precision"]) if row["average_precision"] else None
-            yield ClassRow(row["class"], train_images, *numbers, precision)
+            threshold = float(row["threshold"]) if "threshold" in row else None
+            yield ClassRow(row["class"], train_images, *numbers, precision, threshold)
 
 
 def _read_columns(path: Path) -> dict[str, tuple[float, ...]]:

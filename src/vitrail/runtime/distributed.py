@@ -63,6 +63,35 @@ def read_process_group() -> ProcessGroup:
     return group
 
 
+def read_task_position() -> tuple[int, int]:
+    """The place of this process among tasks that work apart, from 0, and how many there are.
+
+    The environment of a SLURM array job numbers its jobs, and torchrun's, or that of srun, the processes of one.
+    """
+    environment = os.environ
+    position, count = 0, 1
+    try:
+        if "SLURM_ARRAY_TASK_ID" in environment:
+            first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}", 1)) for name in ("MIN", "STEP"))
+            position = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
+            count = int(environment["SLURM_ARRAY_TASK_COUNT"])
+        for rank, world_size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            if world_size in environment:
+                size = int(environment[world_size])
+                return position * size + int(environment[rank]), count * size
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"the environment of SLURM or torchrun is incomplete or no numbers: {error}") from None
+    return position, count
+
+
+def leave_process_group() -> None:
+    """Make this process one that works alone, on its own GPU, though torchrun or srun started others beside it."""
+    local_rank = os.environ.get("SLURM_LOCALID", "0")
+    os.environ.setdefault("LOCAL_RANK", local_rank)
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def _identify_parent() -> str:
     """The parent process and, where it is known, when it started, since process numbers are reused."""
     number = os.getppid()
@@ -79,7 +108,8 @@ def join_process_group(device_name: str | None) -> Iterator[tuple[ProcessGroup, 
     group = read_process_group()
     device = devices.resolve_device(device_name)
     if device.type == "cuda":
-        device = torch.device("cuda", group.local_rank if group.world_size > 1 else device.index or 0)
+        alone = group.local_rank % torch.cuda.device_count() if device.index is None else device.index
+        device = torch.device("cuda", group.local_rank if group.world_size > 1 else alone)
         torch.cuda.set_device(device)  # graphs are recorded on the current device
     if group.world_size == 1:
         yield group, device

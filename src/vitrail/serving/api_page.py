@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 Schema = Mapping[str, Any]
-_EXAMPLE_VALUES = {"layer": "12"}  # of required options, in examples
+_EXAMPLE_VALUES = {"layer": "12", "row": "17"}  # of required options, in examples
 
 
 def render_api_page(schema: Schema) -> str:

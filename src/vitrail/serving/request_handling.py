@@ -11,6 +11,7 @@ from fastapi import Request
 
 from vitrail.serving.batching import BatchFunction, QueueSlot
 from vitrail.serving.decoder_processes import SLICE_SECONDS, DecoderPool
+from vitrail.serving.index_search import MAX_OPEN_THUMBNAILS, ServedIndex
 from vitrail.serving.limits import AllowedHosts, BusyError, RefusedError, RequestLimits
 from vitrail.serving.metrics import MetricKey, ServerMetrics
 from vitrail.serving.served_model import ServedModel
@@ -32,6 +33,8 @@ class Service:
     thread_pool: ThreadPoolExecutor  # that draws and encodes responses
     key: str | None = None
     hosts: AllowedHosts | None = None  # any if None
+    index: ServedIndex | None = None
+    open_thumbnails: int = 0  # being read or decoded
     unanswered_requests: int = 0  # dropped when the server stopped
 
     def check_key(self, request: Request) -> None:
@@ -46,6 +49,41 @@ class Service:
         if model is None:
             raise RefusedError(404, f"there is no model {name!r:.80}; /v1/models lists them")
         return model
+
+    def get_index(self) -> ServedIndex:
+        """The served index."""
+        if self.index is None:
+            raise RefusedError(404, "no index is served; --index adds one")
+        return self.index
+
+    def count_indexed_images(self, model: ServedModel) -> int:
+        """The images that can be searched by a model's features; 0 where there is no index of them."""
+        return len(self.index.index.rows) if self.index is not None and self.index.model == model.name else 0
+
+    async def search_index(self, request: Request) -> list[Any]:
+        """The neighbors of each image of a request."""
+        index = self.get_index()
+        index.queue.check_capacity()
+        model = self.models[index.model]
+        _, features = await self.compute_request(request, model, "search", index.extract_features)
+        with index.queue.acquire(len(features)) as slot:
+            return list(await slot.compute("search", index.search, features))
+
+    async def decode_thumbnail(self, row: int) -> ModelInput:
+        """The image of a row of the index, as its model saw it."""
+        index = self.get_index()
+        model = self.models[index.model]
+        self.decoders.check_capacity(model.queue.deadline)
+        if self.open_thumbnails >= MAX_OPEN_THUMBNAILS:
+            raise BusyError(f"{self.open_thumbnails} thumbnails are being made", 1)
+        self.open_thumbnails += 1
+        try:
+            content = await self.run_in_thread(lambda: index.read_file(row, self.limits.max_bytes))
+            name, deadline = f"the image of row {row}", model.queue.deadline
+            decoded, _ = await self.decoders.decode(memoryview(content), model.input_spec, name, deadline)
+            return decoded
+        finally:
+            self.open_thumbnails -= 1
 
     async def compute_request(
         self, request: Request, model: ServedModel, kind: Hashable, function: BatchFunction, *, single: bool = False
@@ -108,4 +146,6 @@ class Service:
         self.decoders.close()
         for served in self.models.values():
             served.queue.close()
+        if self.index is not None:
+            self.index.queue.close()
         self.thread_pool.shutdown(cancel_futures=True)

@@ -20,9 +20,10 @@ from vitrail import __version__
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.serving.api_page import render_api_page
+from vitrail.serving.index_search import MAX_NEIGHBORS
 from vitrail.serving.limits import BusyError, RefusedError
 from vitrail.serving.request_handling import Service
-from vitrail.serving.served_model import render_rollout
+from vitrail.serving.served_model import render_rollout, render_thumbnail
 
 DRAIN_SECONDS = 2.0  # seconds for the rest of a body, after it was refused and before its connection is closed
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -43,6 +44,7 @@ RESPONSE_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
+_ROW_TEXT = "a row that /v1/search returned"
 _BINARY_SCHEMA = {"type": "string", "format": "binary"}
 _FORM_SCHEMA = {"type": "object", "properties": {"image": {"type": "array", "items": _BINARY_SCHEMA}}}
 _IMAGE_BODY: dict[str, Any] = {
@@ -57,8 +59,12 @@ _IMAGE_BODY: dict[str, Any] = {
 
 
 class LabelProbability(BaseModel):
+    """A label; a multi-label model with thresholds says whether it is predicted: its probability is above its own."""
+
     label: str
     probability: float
+    threshold: float | None = None
+    predicted: bool | None = None
 
 
 class ImagePredictions(BaseModel):
@@ -83,6 +89,26 @@ class EmbedResponse(BaseModel):
     results: list[ImageEmbedding]
 
 
+class IndexedImage(BaseModel):
+    """An image of the index; `/v1/thumbnail` shows its row where `thumbnail` is true."""
+
+    row: int
+    image: str
+    similarity: float
+    thumbnail: bool
+
+
+class ImageNeighbors(BaseModel):
+    """The images of the index most similar to one image, by the cosine of the model's features."""
+
+    model: str
+    neighbors: list[IndexedImage]
+
+
+class SearchResponse(BaseModel):
+    results: list[ImageNeighbors]
+
+
 class AttentionResponse(BaseModel):
     """One layer's attention: `maps` is base64 of bytes (heads, 1 + patches, patches), the class token's row first."""
 
@@ -103,7 +129,9 @@ class ModelInfo(BaseModel):
     heads: int
     multi_label: bool
     threshold: float
+    has_label_thresholds: bool
     precision: Precision
+    indexed_images: int
 
 
 class ClassesResponse(BaseModel):
@@ -144,7 +172,7 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         400: "no image, or a damaged one",
         401: "the key is missing or wrong",
         403: "a request from another site's page",
-        404: "no such model",
+        404: "no such model, no index, or no thumbnail",
         408: "the body arrived too slowly",
         413: "too many bytes, pixels or images, or too long to decode",
         415: "a content type that is no image",
@@ -161,7 +189,7 @@ health_router = APIRouter()
 async def predict(
     request: Request, service: LockedService, model: ModelName = None, top: Annotated[int, Query(ge=1, le=1000)] = 5
 ) -> Response:
-    """The most probable labels of each image."""
+    """The most probable labels of each image; of a multi-label model with thresholds also all others above theirs."""
     served = service.get_model(model)
     inputs, rows = await service.compute_request(request, served, "predict", served.classifier.predict_proba)
     results = [{**served.rank_labels(row, top), "crop": each.crop} for row, each in zip(rows, inputs, strict=True)]
@@ -203,10 +231,32 @@ async def get_attention(request: Request, service: LockedService, layer: int, mo
     return JSONResponse({"model": served.name, "layer": layer, "heads": len(maps), "grid": grid, "maps": encoded})
 
 
+@router.post("/v1/search", response_model=SearchResponse, openapi_extra=_IMAGE_BODY)
+async def search(
+    request: Request, service: LockedService, top: Annotated[int, Query(ge=1, le=MAX_NEIGHBORS)] = 20
+) -> Response:
+    """The images of the served index most similar to each image, the most similar first."""
+    found = await service.search_index(request)
+    model = service.get_index().model
+    return JSONResponse({"results": [{"model": model, "neighbors": neighbors[:top]} for neighbors in found]})
+
+
+@router.get(
+    "/v1/thumbnail", response_class=Response, responses={200: {"content": {"image/png": {"schema": _BINARY_SCHEMA}}}}
+)
+async def get_thumbnail(service: LockedService, row: Annotated[int, Query(ge=0, description=_ROW_TEXT)]) -> Response:
+    """An image of the served index as a PNG: the crop that the model saw."""
+    decoded = await service.decode_thumbnail(row)
+    png = await service.run_in_thread(partial(render_thumbnail, decoded.pixels))
+    return Response(png, media_type="image/png")
+
+
 @router.get("/v1/models", response_model=ModelsResponse)
 async def list_models(service: LockedService) -> Response:
     """The served models."""
-    return JSONResponse({"models": [served.describe() for served in service.models.values()]})
+    models = service.models.values()
+    rows = [{**served.describe(), "indexed_images": service.count_indexed_images(served)} for served in models]
+    return JSONResponse({"models": rows})
 
 
 @router.get("/v1/classes", response_model=ClassesResponse)

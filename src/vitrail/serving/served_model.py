@@ -26,6 +26,7 @@ from vitrail.serving.batching import BatchQueue
 from vitrail.serving.upload_decoding import InputSpec
 from vitrail.visualization.attention import compute_rollout
 from vitrail.visualization.image_grids import color_attention, overlay_attention
+from vitrail.weights.trained import is_label_predicted
 
 _OPACITY_RANGE = (0.35, 0.75)  # of the overlay where attention is least and greatest; the same as in script.js
 _QUANTILE_RANGE = (0.05, 0.99)  # of the patches: one outlier would leave all others dark
@@ -56,11 +57,32 @@ class ServedModel:
         return self.warmup.done() and self.warmup.exception() is None
 
     def rank_labels(self, probabilities: Tensor, top: int) -> dict[str, Any]:
-        """Probabilities (L,) -> the `top` labels, and whether the first is below the model's threshold."""
+        """Probabilities (L,) -> the `top` labels, and whether the first is below the model's threshold.
+
+        A multi-label model with thresholds adds the other labels above theirs, and marks which are predicted.
+        """
         classifier = self.classifier
+        if classifier.label_thresholds:
+            return {"model": self.name, "predictions": self._mark_labels(probabilities, top), "unsure": False}
         [ranked] = rank_labels(probabilities[None], classifier.labels, top)
         predictions = [{"label": label, "probability": value} for label, value in ranked]
         return {"model": self.name, "predictions": predictions, "unsure": ranked[0][1] < classifier.threshold}
+
+    def _mark_labels(self, probabilities: Tensor, top: int) -> list[dict[str, Any]]:
+        """The `top` labels and all predicted ones, each with its threshold and whether it is predicted."""
+        thresholds, labels = self.classifier.label_thresholds, self.classifier.labels
+        predicted = is_label_predicted(probabilities, thresholds).tolist()
+        values, order = (column.tolist() for column in probabilities.sort(descending=True))
+        return [
+            {
+                "label": labels[index],
+                "probability": value,
+                "threshold": thresholds[index],
+                "predicted": predicted[index],
+            }
+            for rank, (value, index) in enumerate(zip(values, order, strict=True))
+            if rank < top or predicted[index]
+        ]
 
     def compute_rollouts(self, inputs: Sequence[Tensor]) -> NDArray[np.float32]:
         """(B, R, K): how much of each patch reaches the head."""
@@ -108,6 +130,7 @@ class ServedModel:
             "heads": config.heads if config else 0,
             "multi_label": self.classifier.multi_label,
             "threshold": self.classifier.threshold,
+            "has_label_thresholds": bool(self.classifier.label_thresholds),
             "precision": self.classifier.precision,
         }
 
@@ -149,6 +172,12 @@ def _make_file_name(model: str) -> str:
     stem = path.with_suffix("" if path.suffix in _SUFFIXES else path.suffix)
     parts = [re.sub(rf"@{_HASH.pattern}$", "", part) for part in stem.parts if part != "/"]
     return next((part for part in reversed(parts) if part not in _GENERIC_NAMES and not _HASH.fullmatch(part)), model)
+
+
+def render_thumbnail(pixels: Tensor) -> bytes:
+    """A PNG of a model input, uint8 (C, S, S)."""
+    values = pixels.permute(1, 2, 0).numpy()
+    return encode_png(Image.fromarray(values[..., 0] if values.shape[2] == 1 else values), compress_level=3)
 
 
 def render_rollout(pixels: Tensor, rollout: NDArray[np.float32], *, over_image: bool) -> bytes:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,10 +23,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.inference.classifier import Classifier
+from vitrail.inference.feature_index import FeatureIndex
 from vitrail.runtime.workers import count_available_cores
 from vitrail.serving import routes
 from vitrail.serving.batching import BatchQueue
 from vitrail.serving.decoder_processes import DecoderPool
+from vitrail.serving.index_search import serve_index
 from vitrail.serving.limits import AllowedHosts, RequestLimits
 from vitrail.serving.metrics import ServerMetrics
 from vitrail.serving.request_handling import Service
@@ -39,6 +42,7 @@ MAX_CONNECTIONS = 1000
 BACKLOG = 1024  # connections that the system queues while the server is busy
 ACCEPT_BACKLOG = 32  # connections accepted in one turn of the event loop; an aborted one lives for four turns more
 _RESERVED_DESCRIPTORS = 128 + 4 * ACCEPT_BACKLOG  # for models, decoders, the log, and aborted connections
+_MAX_QUERIES = 64  # images searched for at once
 _MAX_LOG_LINES = 20  # of a logger in a second
 
 
@@ -65,8 +69,14 @@ def make_service(
     limits: RequestLimits | None = None,
     key: str | None = None,
     hosts: AllowedHosts | None = None,
+    index: FeatureIndex | None = None,
+    image_root: Path | None = None,
 ) -> Service:
-    """The service of some models, whose first pass it starts."""
+    """The service of some models, whose first pass it starts, and perhaps of an index of one model's features."""
+    searched = None
+    if index is not None:
+        index_queue = BatchQueue(max_batch=_MAX_QUERIES, capacity=capacity, deadline=deadline)
+        searched = serve_index(index, classifiers, index_queue, image_root)
     metrics, models = ServerMetrics(), {}
     for name, classifier in classifiers.items():
         count, batch = partial(_count_batch, metrics, name), classifier.batch_size
@@ -77,7 +87,7 @@ def make_service(
     input_specs = list(dict.fromkeys(each.input_spec for each in models.values()))
     decoders = DecoderPool(input_specs, limits, max(2, count_available_cores()), metrics)  # one is for large images
     threads = ThreadPoolExecutor(count_available_cores(), thread_name_prefix="draw")
-    return Service(models, limits, metrics, Uploads(limits), decoders, threads, key, hosts)
+    return Service(models, limits, metrics, Uploads(limits), decoders, threads, key, hosts, searched)
 
 
 def _count_batch(metrics: ServerMetrics, model: str, images: int) -> None:

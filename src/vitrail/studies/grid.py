@@ -3,7 +3,7 @@
     FOLDER/  study.json  results.jsonl  cells/NAME/  cell.json  log  result.json  run/
 
 A finished cell is not run again, and an interrupted one resumes from its checkpoint. If a cell diverges or runs out of
-memory, that is its result, and the others continue. Each device runs one cell at a time.
+memory, that is its result, and the others continue. A device runs one cell at a time, or as many as it is listed.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ class Cell:
     preprocess: str | None = None
     """For weights that state none: imagenet, inception or torchvision."""
     data: dict[str, Any]
-    """A dataset's `name`, `share` (held out of train) and `val_is_test` if true; or a VTAB `task`, `root`, `seed`."""
+    """A dataset's `name`, `share` (held out of train), `fraction` of train if not all, and `val_is_test` if true; or a
+    VTAB `task`, `root`, `seed`."""
     recipe: Recipe
     resize_whole_image: bool = False
     """Whether evaluation resizes the whole image, as VTAB does, and training crops from 7/6 of that size."""
@@ -66,6 +67,10 @@ class Cell:
     micro_batches: int = 1
     keep_weights: bool = False
     """Whether its best weights are kept when it is done."""
+    reset_positions: bool = False
+    """Whether the model's position embeddings are random instead of its own."""
+    few_shot: dict[str, Any] | None = None
+    """The `data`, its `share` and the `shots` per class on which ridge regression measures the best weights."""
 
 
 # --- a study's folder ------------------------------------------------------------------------------------------------
@@ -100,7 +105,7 @@ def read_study(folder: Path) -> dict[str, Any]:
     if not isinstance(study, dict) or "study" not in study:
         raise DataError(f"{folder / STUDY_FILE} does not describe a study")
     upgraded = {name: upgrade_keys(kind, study[name]) for name, kind in _STUDY_CLASSES.items() if name in study}
-    if "variants" in study:
+    if isinstance(study.get("variants"), dict):  # of an ablation: a recipe each
         upgraded["variants"] = {name: upgrade_keys(Recipe, recipe) for name, recipe in study["variants"].items()}
     return study | upgraded
 
@@ -176,12 +181,12 @@ def compute_mean_and_std(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def list_devices(name: str | None) -> tuple[str, ...]:
-    """The devices that run cells: all GPUs, unless a single device is named."""
+def list_devices(name: str | None, parallel: int = 1) -> tuple[str, ...]:
+    """The devices that run cells: all GPUs, unless a single one is named, each `parallel` times."""
     count = torch.cuda.device_count()  # asks the driver, and unlike resolve_device takes no GPU memory
     if name in (None, "cuda") and count:
-        return tuple(f"cuda:{number}" for number in range(count))
-    return (str(resolve_device(name)),)
+        return tuple(f"cuda:{number}" for number in range(count)) * parallel
+    return (str(resolve_device(name)),) * parallel
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -226,23 +231,23 @@ def run_cells(
     waiting = [cell for cell in cells if not is_ended(results.get(cell.name))]
     if waiting and len(waiting) < len(cells):
         notify(f"{len(cells) - len(waiting)} of {len(cells)} cells are done already")
-    running: dict[str, CellProcess] = {}
+    running: dict[int, CellProcess] = {}  # by the index of the device
     with catch_stop_signals() as stop_request, contextlib.ExitStack() as stack:
         stack.callback(_kill_cells, running)
         stopping = False
         while running or (waiting and not stop_request.signal):
-            for device in devices:
-                if waiting and device not in running and not stop_request.signal:
+            for index, device in enumerate(devices):
+                if waiting and index not in running and not stop_request.signal:
                     notify(f"{waiting[0].name}: started on {device}, {len(cells) - len(waiting) + 1} of {len(cells)}")
-                    running[device] = _start_cell(waiting.pop(0), folder, device, workers, lock)
+                    running[index] = _start_cell(waiting.pop(0), folder, device, workers, lock)
             if stop_request.signal and not stopping:
                 stopping = True
                 for cell_process in running.values():
                     child_processes.request_stop(cell_process.process)  # it saves a checkpoint and ends
-            for device, cell_process in list(running.items()):
+            for index, cell_process in list(running.items()):
                 cell_process.notify_progress(notify)
                 if cell_process.process.poll() is not None:
-                    del running[device]
+                    del running[index]
                     _record_result(cell_process, folder, notify, stopping=stopping)
             time.sleep(_POLL_SECONDS)
     results = read_results(folder)
@@ -272,7 +277,7 @@ def _start_cell(cell: Cell, folder: Path, device: str, workers: int, lock: tuple
     return CellProcess(cell, cell_folder, process, log)
 
 
-def _kill_cells(running: Mapping[str, CellProcess]) -> None:
+def _kill_cells(running: Mapping[int, CellProcess]) -> None:
     """Kill the cells that still run, which only an error or a second Ctrl-C leaves."""
     for cell_process in running.values():
         child_processes.kill_process_group(cell_process.process)

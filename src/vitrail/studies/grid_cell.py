@@ -13,11 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from vitrail import presets
 from vitrail.config import PreprocessConfig, from_json
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.randomness import derive_key, sample_indices
 from vitrail.data.sources import open_dataset
-from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, VitrailError
+from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, UsageError, VitrailError
+from vitrail.evaluation.probe_run import ProbeSettings, run_probe
 from vitrail.runtime import distributed
 from vitrail.studies import sweep, vtab_tasks
 from vitrail.studies.grid import LINE_SECONDS, Cell
@@ -28,6 +33,7 @@ from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
+POSITION_STD = 0.02  # of random position embeddings, as the paper's are
 CROP_MARGIN = 7 / 6  # the resized side over the crop's: 448 pixels for a crop of 384
 
 
@@ -79,7 +85,8 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
             notify=_print_line,
         ).run()
         assert isinstance(result, RunResult), "a cell is alone in its group, and has labels"
-        return collect_result(run, result)
+        few_shot = {} if cell.few_shot is None else {"few_shot": measure_few_shot(cell.few_shot, folder, run)}
+        return collect_result(run, result) | few_shot
 
 
 def open_cell_dataset(data: dict[str, Any]) -> Dataset:
@@ -88,7 +95,23 @@ def open_cell_dataset(data: dict[str, Any]) -> Dataset:
         return vtab_tasks.open_vtab_dataset(data["task"], Path(data["root"]), data["seed"])
     if data.get("val_is_test"):
         return sweep.use_val_as_test(open_dataset(data["name"]), data["share"])
-    return open_dataset(data["name"], holdout_fraction=data["share"])
+    dataset = open_dataset(data["name"], holdout_fraction=data["share"])
+    return take_fraction_of_train(dataset, data["fraction"]) if "fraction" in data else dataset
+
+
+def take_fraction_of_train(dataset: Dataset, fraction: float) -> Dataset:
+    """The dataset with this fraction of each class's training images, at least one; a larger fraction includes them."""
+    train = dataset.splits["train"]
+    if train.multi_label:
+        raise UsageError(f"{dataset.name} has several labels per image; a study on part of the images needs one")
+    labels = np.array([train.get_labels(index)[0] for index in range(len(train))])
+    drawn = [
+        rows[sample_indices(max(1, round(fraction * len(rows))), len(rows), f"fraction {label}")]
+        for label in np.unique(labels).tolist()
+        for rows in (np.flatnonzero(labels == label),)
+    ]
+    part = Split(train.store, np.asarray(train.rows)[np.sort(np.concatenate(drawn))])
+    return dataclasses.replace(dataset, splits={**dataset.splits, "train": part})
 
 
 def prepare_model(cell: Cell, dataset: Dataset) -> Trained:
@@ -99,10 +122,30 @@ def prepare_model(cell: Cell, dataset: Dataset) -> Trained:
         preprocess = presets.build_preprocess_config(cell.preprocess, config.image_size, config.channels)
         trained = dataclasses.replace(trained, preprocess=preprocess)
     adapted = adapt_to_dataset(trained, dataset, cell.recipe)
+    if cell.reset_positions:
+        reset_positions(adapted, cell.seed)
     if not cell.resize_whole_image or adapted.preprocess is None:
         return adapted
     preprocess = dataclasses.replace(adapted.preprocess, resize=adapted.preprocess.size)
     return dataclasses.replace(adapted, preprocess=preprocess)
+
+
+def reset_positions(trained: Trained, seed: int) -> None:
+    """Draw the model's position embeddings anew, as for random weights."""
+    positions = getattr(trained.model, "pos_embed", None)
+    if positions is None:
+        raise UsageError("the model has no learned positions to reset")
+    generator = torch.Generator().manual_seed(derive_key(seed, "positions") >> 1)
+    torch.nn.init.normal_(positions, std=POSITION_STD, generator=generator)
+
+
+def measure_few_shot(few_shot: dict[str, Any], folder: Path, run: TrainingRun) -> float:
+    """The accuracy of ridge regression from a few images per class of another dataset, on the run's best weights."""
+    dataset = open_dataset(few_shot["data"], holdout_fraction=few_shot["share"])
+    settings = ProbeSettings(methods=("few-shot",), shots=(few_shot["shots"],), device=run.device, workers=run.workers)
+    facts = run_probe(load(str(folder / "weights" / "best.safetensors")), dataset, few_shot["data"], settings)
+    assert facts is not None, "a cell is alone in its group"
+    return float(facts["scores"][0]["top1"])
 
 
 def add_crop_margin(preprocess: PreprocessConfig) -> PreprocessConfig:

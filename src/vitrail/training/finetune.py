@@ -19,7 +19,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.image_headers import read_header
 from vitrail.data.image_scan import measure_median_short_side
 from vitrail.data.randomness import sample_indices
-from vitrail.data.sources import DataSource, get_data_name, open_dataset
+from vitrail.data.sources import DataSource, get_data_name
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import format_duration, pluralize
 from vitrail.model.cost import count_training_flops
@@ -189,7 +189,7 @@ def plan_finetuning(
         raise UsageError("LoRA adds to the layers of a trained model, and random weights have learned nothing: omit it")
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
     folder, resume = used_options.choose_folder("finetune" if run_options.teacher is None else "distill", group, notify)
-    dataset, audit = open_dataset(data), None
+    dataset, audit = run_options.open_dataset(data), None
     for note in list_dataset_notes(dataset):
         notify(note)
     check_classes(dataset, strict=run_options.strict, train_on_val=run_options.train_on_val)

@@ -11,6 +11,10 @@ batch, decides whether it is allowed: to ask the device here would cost a wait i
 of the classes is torch's error. A row of zeros is an image of no class: softmax gives 0, sigmoid lowers every class.
 
 Smoothing moves that share of an image's labels evenly to all classes (Szegedy et al. 2016), for both losses alike.
+
+Class weights multiply the term of each true label: an image with one of weight w counts as w images that have it, as
+torch's `weight` of a cross-entropy and `pos_weight` of a binary one do. They are not normalized: the step divides by
+the number of images, not by the sum of their weights.
 """
 
 import functools
@@ -29,7 +33,9 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 _MEAN_TOLERANCE = 0.05  # of logits in bf16
 
 
-def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def softmax_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Tensor:
     """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times.
 
     A loss of your own may use it:
@@ -43,11 +49,16 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
     """
     logits = logits.float()
     if targets.ndim == 1:
-        return F.cross_entropy(logits, targets, ignore_index=UNLABELED, reduction="sum", label_smoothing=smoothing)
-    return -(smooth_labels(targets, smoothing) * logits.log_softmax(dim=-1)).sum()
+        return F.cross_entropy(
+            logits, targets, class_weights, ignore_index=UNLABELED, reduction="sum", label_smoothing=smoothing
+        )
+    shares = smooth_labels(targets, smoothing)
+    return -((shares if class_weights is None else class_weights * shares) * logits.log_softmax(dim=-1)).sum()
 
 
-def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def sigmoid_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Tensor:
     """(B, L) -> (): binary cross-entropy of each class, summed over classes and images, as for ImageNet-21k.
 
     An image may have several labels, or none:
@@ -59,13 +70,20 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
     """
     logits = logits.float()
     if targets.ndim == 2:
-        return F.binary_cross_entropy_with_logits(logits, smooth_labels(targets, smoothing), reduction="sum")
+        shares = smooth_labels(targets, smoothing)
+        return F.binary_cross_entropy_with_logits(logits, shares, pos_weight=class_weights, reduction="sum")
     # log(1 + e^x) - t x for each class, without a (B, L) tensor of t, which is 0 but for one class
     is_labeled = targets != UNLABELED
     true = logits.gather(1, torch.where(is_labeled, targets, 0)[:, None])[:, 0]
     image_losses = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
     if smoothing:
         image_losses = image_losses - smoothing * logits.mean(dim=1)
+    if class_weights is not None:  # log(1 + e^-x) more, w - 1 times as much as the class has of the image
+        added = (class_weights - 1) * F.softplus(-logits)
+        image_losses = (
+            image_losses + (1 - smoothing) * added.gather(1, torch.where(is_labeled, targets, 0)[:, None])[:, 0]
+        )
+        image_losses = image_losses + smoothing * added.mean(dim=1)
     return torch.where(is_labeled, image_losses, 0.0).sum()
 
 

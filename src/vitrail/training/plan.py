@@ -306,13 +306,18 @@ def make_sbatch_script(name: str, recipe: Recipe, machine: PlannedMachine) -> st
         raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
     if machine.gpu == TPU_NAME:
         raise UsageError("--sbatch is for GPUs, and tpuv3 only counts costs as the paper does: name a GPU with --gpu")
+    command = build_train_command(name, recipe, machine, out=f"runs/{name}")
+    return _SBATCH_TEMPLATE.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))
+
+
+def build_train_command(name: str, recipe: Recipe, machine: PlannedMachine, *, out: str) -> list[str]:
+    """The command that starts the planned run or resumes it, without its data."""
     own = recipes.RECIPES[name]
-    command = ["vitrail", "train", name, "--out", f"runs/{name}", "--resume"]
+    command = ["vitrail", "train", name, "--out", out, "--resume"]
     if recipe.epochs != own.epochs:
         command += ["--epochs", str(recipe.epochs)]
     if recipe.batch != own.batch:
         command += ["--batch", str(recipe.batch)]
     if machine.micro_batches > 1:
         command += ["--micro-batches", str(machine.micro_batches)]
-    command += ["--recompute"] * machine.recompute + ["--shard"] * machine.shard
-    return _SBATCH_TEMPLATE.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))
+    return command + ["--recompute"] * machine.recompute + ["--shard"] * machine.shard

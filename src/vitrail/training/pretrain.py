@@ -105,7 +105,7 @@ def build_pretraining_run(
     callbacks: RunCallbacks,
 ) -> TrainingRun:
     """The run of a recipe on a dataset; its images are not read yet."""
-    dataset = open_dataset(data)
+    dataset = options.run.open_dataset(data)
     for note in list_dataset_notes(dataset):
         callbacks.notify(note)
     if recipe.masked is None:

@@ -15,6 +15,7 @@ from vitrail.data.loader import Batch
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError
 from vitrail.evaluation import calibration, precision_benchmark, prediction_tables
+from vitrail.evaluation.label_thresholds import choose_label_thresholds
 from vitrail.evaluation.predictions import count_predictions, iterate_logits, predict_batches
 from vitrail.formatting import pluralize
 from vitrail.model.masked import MaskedViT, compute_masked_losses
@@ -23,7 +24,7 @@ from vitrail.training.run_results import MaskedCounts, MaskedExamples, RunLog, R
 from vitrail.training.training_run import TrainingRun
 from vitrail.weights import native
 from vitrail.weights.load import load, save
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, logits_to_probabilities
 
 MAX_EXAMPLES = 6  # images in the reconstruction image
 
@@ -109,10 +110,8 @@ def evaluate_best_weights(
     split = run.eval_split or ("test" if "test" in run.dataset.splits else "val")
     best = load(path)
     model = best.model.to(run.device)
-    temperature = 1.0
-    if not run.train_on_val:
-        temperature = calibration.fit_temperature(*_collect_val_logits(run, model, iterate_batches))
-    best = dataclasses.replace(best, temperature=temperature)
+    temperature, label_thresholds = _calibrate(run, model, iterate_batches)
+    best = dataclasses.replace(best, temperature=temperature, label_thresholds=label_thresholds)
     best = _measure_precisions(run, best, log, iterate_batches, get_precision_seconds)
     save(dataclasses.replace(best, precision_measurements=()), path, overwrite=True)
     native.write_measurements(path, best.precision_measurements)
@@ -123,12 +122,29 @@ def evaluate_best_weights(
         temperature=temperature,
         num_classes=len(run.dataset.classes),
         multi_label=run.dataset.multi_label,
+        label_thresholds=label_thresholds,
     )
     counts = count_predictions(predictions, len(run.dataset.classes))
     error = calibration.expected_calibration_error(*predictions.calibration_pairs)
-    result = RunResult(split, counts, predictions, temperature, error, seconds, epochs)
+    result = RunResult(split, counts, predictions, temperature, error, seconds, epochs, label_thresholds)
     _write_result(run, folder, log, result)
     return result
+
+
+def _calibrate(run: TrainingRun, model: Model, iterate_batches: IterateBatches) -> tuple[float, tuple[float, ...]]:
+    """The temperature and, for multi-label images, the threshold of each class that suit val.
+
+    Where val was trained on it cannot choose them: the temperature is 1 and each threshold one half.
+    """
+    multi_label = run.dataset.multi_label
+    if run.train_on_val:
+        return 1.0, (0.5,) * len(run.dataset.classes) if multi_label else ()
+    logits, targets = _collect_val_logits(run, model, iterate_batches)
+    temperature = calibration.fit_temperature(logits, targets)
+    if not multi_label:
+        return temperature, ()
+    probabilities = logits_to_probabilities(logits, temperature, multi_label=True)
+    return temperature, choose_label_thresholds(probabilities.numpy(), (targets > 0).numpy())
 
 
 def _collect_val_logits(run: TrainingRun, model: Model, iterate_batches: IterateBatches) -> tuple[Tensor, Tensor]:

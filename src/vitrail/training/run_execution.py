@@ -17,15 +17,17 @@ import torch
 
 from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
-from vitrail.data.sources import advise_data_check
+from vitrail.data.relabel import relabel_dataset
+from vitrail.data.sources import DataSource, advise_data_check, open_dataset
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
 from vitrail.formatting import format_rate
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers, hide_progress, ignore_note
 from vitrail.training import run_folder, upload
+from vitrail.training.class_weights import ClassWeights, resolve_class_weights
 from vitrail.training.dataset_checks import warn_about_imbalance
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import LossFunction
@@ -92,6 +94,10 @@ class RunOptions:
     balanced: bool = False
     """Give every class the same weight (logit adjustment)."""
     train_on_val: bool = False
+    relabel: Path | None = None
+    """Decisions on label errors (suspects.csv), applied to the dataset before anything else."""
+    class_weights: ClassWeights | None = None
+    """What multiplies the loss of each class's labels: a mapping, or a CSV or JSON file."""
     loss_function: LossFunction | None = None
     """A loss that replaces the recipe's."""
     teacher: Trained | None = None
@@ -116,6 +122,10 @@ class RunOptions:
             must_resume=self.must_resume,
             notify=notify,
         )
+
+    def open_dataset(self, data: DataSource) -> Dataset:
+        """The dataset to train on, with its labels corrected."""
+        return relabel_dataset(open_dataset(data), self.relabel)
 
     def build_run(
         self,
@@ -145,9 +155,17 @@ class RunOptions:
             recompute=self.recompute,
             shard=self.shard,
             train_on_val=self.train_on_val,
+            class_weights=self._resolve_class_weights(recipe, dataset),
             loss_function=self.loss_function,
             teacher=self.teacher,
         )
+
+    def _resolve_class_weights(self, recipe: Recipe, dataset: Dataset) -> tuple[float, ...]:
+        if self.class_weights is None:
+            return ()
+        if recipe.masked is not None or not dataset.classes:
+            raise UsageError("--class-weights is for labels, and this run learns without: omit it")
+        return resolve_class_weights(self.class_weights, dataset.classes)
 
 
 @contextlib.contextmanager
@@ -282,6 +300,7 @@ def _write_result_files(
     if isinstance(result, RunResult) and result.predictions.multi_label:
         scores = measure_labels(result.predictions)
         RunLog(folder).log_event("multi_label", **scores.to_dict())
-        write_label_scores(scores, run.dataset.classes, folder / "per_class.csv", run.class_counts)
+        thresholds, path = result.label_thresholds, folder / "per_class.csv"
+        write_label_scores(scores, run.dataset.classes, thresholds, path, run.class_counts)
     for name, correct in baselines.items():
         RunLog(folder).log_event("baseline", name=name, correct=correct)

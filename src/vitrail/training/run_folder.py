@@ -46,7 +46,7 @@ _TEMPORARY_FILES = (
 )
 _RESUME_KEYS = (
     "recipe", "model", "teacher", "data", "images", "classes", "preprocess", "train_preprocess", "train_on_val",
-    "eval_split", "seed", "steps", "micro_batches", "decisions", "loss_function",
+    "eval_split", "seed", "steps", "micro_batches", "decisions", "loss_function", "relabel", "class_weights",
 )  # fmt: skip
 """What must be equal in config.json for a run to be resumed."""
 

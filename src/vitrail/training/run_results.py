@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.evaluation.statistics import wilson_interval
 from vitrail.formatting import format_rate, pluralize, strip_control_characters
@@ -137,6 +137,8 @@ class RunResult:
     seconds: float
     """Of training, its evaluations included."""
     epochs: float
+    label_thresholds: tuple[float, ...] = ()
+    """The probability above which each label of multi-label images is predicted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +182,7 @@ def collect_result_facts(run: TrainingRun, result: RunResult | PretrainingResult
         "temperature": result.temperature,
         "calibration_error": result.calibration_error,
         "multi_label_metrics": labels,
+        "label_thresholds": dict(zip(run.dataset.classes, result.label_thresholds, strict=True)) if labels else None,
         "epochs": result.epochs,
         "trained_images": trained_images,
         "seconds": result.seconds,

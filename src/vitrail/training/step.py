@@ -51,6 +51,8 @@ class TrainState:
     """The teacher, and the loss that it adds."""
     logit_adjustment: Tensor | None = None
     """(L,): added to the logits in training only, to give every class the same weight."""
+    class_weights: Tensor | None = None
+    """(L,): multiply the terms of true labels in the recipe's loss."""
     step: int = 0
     """The next step."""
 
@@ -73,13 +75,15 @@ def build_train_state(
     recipe: Recipe,
     class_counts: Sequence[int] = (),
     *,
+    class_weights: Sequence[float] = (),
     loss_function: losses.LossFunction | None = None,
     distillation: Distillation | None = None,
     cuda_graph: bool = False,
 ) -> TrainState:
     """The state before the first step; logit adjustment needs the training images of each class.
 
-    A `loss_function` replaces the recipe's loss; a `distillation` adds a teacher's.
+    `class_weights`, one a class, multiply the terms of true labels. A `loss_function` replaces the recipe's loss; a
+    `distillation` adds a teacher's.
     With `cuda_graph` the steps of a GPU are replayed (`CudaGraphStep`); each is then one micro-batch. From here on the
     process does not use cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once logits
     exceed about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
@@ -98,6 +102,9 @@ def build_train_state(
     if recipe.logit_adjustment:
         offsets = losses.compute_logit_adjustment(torch.tensor(class_counts, dtype=torch.float64), recipe.loss)
         offsets = offsets.to(next(model.parameters()).device)
+    weights = None
+    if class_weights:
+        weights = torch.tensor(class_weights, device=next(model.parameters()).device)
     built = optimizer.build_optimizer(model, recipe.optimizer, capturable=cuda_graph)
     graph_step = CudaGraphStep() if cuda_graph else None
     network: nn.Module = model
@@ -105,7 +112,7 @@ def build_train_state(
         assert not isinstance(model, MaskedViT), "a masked recipe has no distillation"
         network = build_network(model, distillation.config)
     wrapped = network if fsdp.is_sharded(model) else _wrap_ddp(network)
-    return TrainState(model, wrapped, built, average, graph_step, loss_function, distillation, offsets)
+    return TrainState(model, wrapped, built, average, graph_step, loss_function, distillation, offsets, weights)
 
 
 def _wrap_ddp(network: nn.Module) -> nn.Module:
@@ -300,7 +307,7 @@ def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Re
     logits = outputs if state.logit_adjustment is None else outputs.float() + state.logit_adjustment
     if state.loss_function is not None:
         return _check_loss(state.loss_function(logits, targets))
-    return LOSS_FUNCTIONS[recipe.loss](logits, targets, recipe.label_smoothing)
+    return LOSS_FUNCTIONS[recipe.loss](logits, targets, recipe.label_smoothing, state.class_weights)
 
 
 def _check_loss(loss: Any) -> Tensor:

@@ -72,6 +72,8 @@ class TrainingRun:
     """(step, steps): how a run with a time limit was planned again, to repeat it (`loop.PlannedSteps`)."""
     loss_function: LossFunction | None = None
     """A loss that replaces the recipe's; only its name is recorded."""
+    class_weights: tuple[float, ...] = ()
+    """What multiplies the loss of each class's labels, one a class; empty for 1."""
     allow_empty_classes: bool = False
     """Whether a class may have no training image, as in a benchmark's few images of many classes."""
 
@@ -139,6 +141,10 @@ class TrainingRun:
             raise DataError(
                 f"{pluralize(len(empty), 'class')} without a training image, such as {empty[0]}: add some or remove it"
             )
+        if self.class_weights and self.recipe.logit_adjustment:
+            raise UsageError("--balanced and --class-weights both say how much a class counts: omit one of them")
+        if self.class_weights and self.loss_function is not None:
+            raise UsageError("class weights are for the recipe's loss, which `loss` replaces: omit one of them")
         if self.recipe.logit_adjustment and dataset.multi_label:
             raise UsageError("--balanced is for images of one label each, and these may have several")
         for name in dataset.classes:
@@ -200,7 +206,10 @@ class TrainingRun:
         return TrainingData(
             split=self.train_split,
             order=SampleOrder(
-                seed=self.seed, num_samples=len(self.train_split), shard_sizes=self.train_split.count_per_shard()
+                seed=self.seed,
+                num_samples=len(self.train_split),
+                shard_sizes=self.train_split.count_per_shard(),
+                shard_window=self.train_split.shard_window,
             ),
             augment=self.recipe.augment,
             preprocess=self.train_preprocess or self.preprocess,
@@ -263,6 +272,7 @@ class TrainingRun:
             model,
             self.recipe,
             self.class_counts,
+            class_weights=self.class_weights,
             loss_function=loss_function,
             distillation=self._build_distillation(),
             cuda_graph=self.can_use_cuda_graph,
@@ -426,7 +436,13 @@ def make_run_config(run: TrainingRun) -> dict[str, Any]:
         "seed": run.seed,
         "steps": plan.total_steps,
         **({} if run.teacher is None else {"teacher": distillation.describe_teacher(run.teacher)}),
+        **(
+            {"class_weights": dict(zip(run.dataset.classes, run.class_weights, strict=True))}
+            if run.class_weights
+            else {}
+        ),
         **({} if run.loss_function is None else {"loss_function": _get_qualified_name(run.loss_function)}),
+        **({} if run.dataset.label_changes is None else {"relabel": run.dataset.label_changes._asdict()}),
         **({"decisions": [list(decision) for decision in run.decisions]} if run.decisions else {}),
         "micro_batches": plan.micro_batches,
         "world_size": plan.world_size,

@@ -142,12 +142,26 @@ def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: 
         format_as_percent(axes.xaxis, axes.yaxis)
 
 
+def plot_f1_by_threshold(threshold_scores: ArrayLike, path: Path) -> None:
+    """Plot F1 against one threshold for all labels: rows of the threshold, F1 over all labels and mean over classes."""
+    thresholds, micro_f1, macro_f1 = np.asarray(threshold_scores).T
+    with open_figure(path, (6, 4.4)) as figure:
+        axes = figure.subplots()
+        for scores, name, color in ((micro_f1, "all labels", BLUE), (macro_f1, "mean over classes", ORANGE)):
+            axes.plot(thresholds, scores, color=color, label=name)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="threshold of all labels", ylabel="F1")
+        axes.set_title("F1 by threshold")
+        axes.legend(loc="lower left")
+        format_as_percent(axes.xaxis, axes.yaxis)
+
+
 def plot_accuracy_bars(
     groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: Path, *, title: str
 ) -> None:
     """Plot accuracies as bars, each group together and in one color, with error bars for standard deviations."""
     count = sum(map(len, groups.values()))
-    with open_figure(path, (max(5, 0.55 * count + 1.5), 4.2)) as figure:
+    legend = sum(0.09 * len(name) + 0.6 for name in groups)  # inches, in one row
+    with open_figure(path, (max(5, 0.55 * count + 1.5, legend + 0.8), 4.2)) as figure:
         axes = figure.subplots()
         names: list[str] = []
         for (group, values), color in zip(groups.items(), itertools.cycle(_GROUP_COLORS), strict=False):
@@ -164,6 +178,27 @@ def plot_accuracy_bars(
         format_as_percent(axes.yaxis)
         axes.set_title(make_printable(title))
         axes.legend(loc="upper left", ncols=len(groups), fontsize=8)
+
+
+def plot_accuracy_curves(
+    curves: Mapping[str, Sequence[tuple[float, float, float | None]]], path: Path, *, title: str, x_name: str
+) -> None:
+    """Plot accuracies over numbers of any scale, a curve for each name: points are (x, mean, standard deviation).
+
+    A band shows the standard deviation, where there are several runs.
+    """
+    with open_figure(path, (6.4, 4.4)) as figure:
+        axes = figure.subplots()
+        for (name, points), color in zip(curves.items(), itertools.cycle(_GROUP_COLORS), strict=False):
+            x, means, deviations = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
+            axes.plot(x, means, color=color, marker="o", label=shorten_name(name, _MAX_NAME_LETTERS))
+            if np.isfinite(deviations).any():
+                axes.fill_between(x, means - deviations, means + deviations, color=color, alpha=0.18, linewidth=0)
+        axes.set_xscale("log")
+        axes.set(xlabel=x_name, ylabel="accuracy")
+        format_as_percent(axes.yaxis)
+        axes.set_title(make_printable(title))
+        axes.legend(loc="best", fontsize=8)
 
 
 def select_most_confused(counts: NDArray[Any], max_classes: int) -> list[int]:

@@ -59,8 +59,15 @@ def adapt(
             changes.append(f"temperature: {trained.temperature:g} -> 1")
         if trained.threshold:
             changes.append(f"threshold: {trained.threshold:g} -> none")
+        if trained.label_thresholds:
+            changes.append("label thresholds: one a class -> none")
         trained = dataclasses.replace(
-            trained, temperature=1.0, threshold=0.0, precision_measurements=(), activation_ranges=()
+            trained,
+            temperature=1.0,
+            threshold=0.0,
+            label_thresholds=(),
+            precision_measurements=(),
+            activation_ranges=(),
         )
     return dataclasses.replace(
         trained,
@@ -91,7 +98,8 @@ def reorder_head(trained: Trained, labels: tuple[str, ...]) -> Trained:
         return trained
     if duplicate := next((label for label in own if own.count(label) > 1), None):
         raise UsageError(f"the head cannot be kept: several of its classes are called {duplicate!r}. Omit --keep-head")
-    rows = torch.tensor([own.index(label) for label in labels])
+    order = [own.index(label) for label in labels]
+    rows, thresholds = torch.tensor(order), trained.label_thresholds
     tensors = {
         name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor
         for name, tensor in trained.model.state_dict().items()
@@ -101,6 +109,7 @@ def reorder_head(trained: Trained, labels: tuple[str, ...]) -> Trained:
         model=assemble_model(trained.model.config, tensors),
         labels=labels,
         origin=_add_changes(trained.origin, "head: rows reordered, the same classes"),
+        label_thresholds=tuple(thresholds[index] for index in order) if thresholds else (),
         precision_measurements=(),
         activation_ranges=(),
     )

@@ -213,6 +213,12 @@ def add_zero_biases(own: Tensors, ends: tuple[str, ...]) -> dict[str, Tensor]:
     return added
 
 
+def has_key_bias(tensors: Tensors) -> bool:
+    """Whether some key has a bias that is not zero."""
+    biases = (tensor for name, tensor in tensors.items() if name.endswith(".attn.qkv.bias"))
+    return any(bool(bias.chunk(3)[1].any()) for bias in biases)
+
+
 def drop_key_biases(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     """Zero the keys' biases, which BEiT lacks: each query adds the same number to all its logits for them."""
     kept, dropped = dict(tensors), False

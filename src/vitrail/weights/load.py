@@ -56,7 +56,8 @@ def _load_model(model: str | Path) -> Trained:
     if remote:
         raise UsageError(f"no file or folder is called {name!r}; if you meant the Hub's model, give {remote}")
     if not presets.has_preset(name):
-        raise UsageError(f"no file or folder is called {name!r}, and {presets.describe_unknown_preset(name)}")
+        hint = files.suggest_path(Path(name)) or f", and {presets.describe_unknown_preset(name)}"
+        raise UsageError(f"no file or folder is called {name!r}{hint}")
     return create_random(name)
 
 
@@ -157,4 +158,6 @@ def _describe_lost_settings(trained: Trained, format: WeightsFormat) -> list[str
         notes.append(f"temperature: {format} divides logits by 1, this model by {trained.temperature:g}")
     if trained.threshold:
         notes.append(f"threshold: {format} has none, and below {trained.threshold:g} this model is unsure")
+    if trained.label_thresholds:
+        notes.append(f"label thresholds: {format} has none, and this model has one for each class")
     return notes

@@ -23,7 +23,8 @@ from vitrail.weights.trained import Origin, Trained, assemble_model
 
 VERSION = 1
 METADATA_KEY = "vitrail"
-OPTIONAL_FIELDS = ("precision_measurements", "activation_ranges")  # omitted where empty: older releases read the file
+OPTIONAL_FIELDS = ("label_thresholds", "precision_measurements", "activation_ranges")
+"""Omitted where empty, so that older releases read the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class NativeHeader:
     temperature: float = 1.0
     multi_label: bool = False
     threshold: float = 0.0
+    label_thresholds: tuple[float, ...] = ()
     precision_measurements: tuple[PrecisionMeasurement, ...] = ()
     activation_ranges: tuple[float, ...] = ()
 

@@ -73,6 +73,8 @@ def read(model_files: ModelFiles) -> Trained:
     tower, notes = select_image_tower(model_files.tensors)
     if isinstance(vision.get("layers"), list):
         raise ModelError(f"{path} has a ResNet of OpenAI's as its image tower; only ViTs are read")
+    if refused := next((name for name in REFUSED_SETTINGS if vision.get(name)), None):  # before its tensors' names
+        raise ModelError(f"{path} was built with {refused}={vision[refused]!r:.40}, which is not read")
     if vision.get("timm_model_name"):
         tensors, info = read_trunk(tower, vision, path)
     else:
@@ -110,8 +112,6 @@ def convert_tensors(tower: Tensors) -> dict[str, Tensor]:
 def infer_config(tensors: Tensors, architecture: dict[str, Any], path: Path) -> ViTConfig:
     """Infer the function of OpenAI's network, with the variants that open_clip's config states."""
     vision = tensor_files.get_section(architecture, "vision_cfg", path)
-    if refused := next((name for name in REFUSED_SETTINGS if vision.get(name)), None):
-        raise ModelError(f"{path} was built with {refused}={vision[refused]!r:.40}, which is not read")
     fields = foreign_format.infer_fields(tensors, path)
     width, pool = fields["width"], vision.get("pool_type", "tok")
     if pool not in ("tok", "avg"):

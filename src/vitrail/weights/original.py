@@ -94,7 +94,7 @@ def _to_dinov2(config: ViTConfig, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _to_dinov3(config: ViTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if timm_tensors.has_key_bias(tensors):
+    if foreign_format.has_key_bias(tensors):
         raise ModelError("its keys have biases")
     if config.gated_mlp:
         split = timm_tensors.split_gates(tensors)
@@ -129,7 +129,7 @@ def _to_deit3(_config: ViTConfig, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _to_eva02(config: ViTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if timm_tensors.has_key_bias(tensors):
+    if foreign_format.has_key_bias(tensors):
         raise ModelError("its keys have biases")
     theirs = rename_to_theirs(FAMILIES["eva02"].names, timm_tensors.to_timm_names(config, tensors, "Eva"))
     if not config.mlp_norm:

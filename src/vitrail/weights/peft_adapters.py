@@ -241,7 +241,8 @@ def _recognize_family(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _has_layers_of(kind: str, names: Iterable[str]) -> bool:
-    return any(FAMILIES[kind].names.layer_pattern.match(name) for name in names)
+    own_names = ("visual_projection",) if kind == "clip" else ()
+    return any(FAMILIES[kind].names.layer_pattern.match(name) or name.startswith(own_names) for name in names)
 
 
 def _build_addition(name: str, part: Mapping[str, Tensor], config: dict[str, Any], path: Path) -> LowRankAddition:
@@ -313,6 +314,7 @@ def apply_adapter(trained: Trained, adapter: Adapter, name: str) -> Trained:
         origin=dataclasses.replace(fitted.origin, changes=(*fitted.origin.changes, change)),
         temperature=1.0,
         threshold=0.0,
+        label_thresholds=(),
         precision_measurements=(),
         activation_ranges=(),
     )
@@ -336,6 +338,7 @@ def _fit_base(trained: Trained, adapter: Adapter) -> Trained:
         labels=trained.labels if header.labels is None else header.labels,
         preprocess=trained.preprocess if header.preprocess is None else header.preprocess,
         multi_label=trained.multi_label if header.labels is None else header.multi_label,
+        label_thresholds=(),
     )
 
 

@@ -204,7 +204,7 @@ def _list_eva_arguments(config: ViTConfig, tensors: Tensors) -> dict[str, Any]:
         "use_fc_norm": config.pool == "mean-norm",
         "use_pre_transformer_norm": config.norm_pre,
         "qkv_fused": True,
-        "attn_type": "rope" if timm_tensors.has_key_bias(tensors) else "eva",
+        "attn_type": "rope" if foreign_format.has_key_bias(tensors) else "eva",
         "swiglu_mlp": config.gated_mlp,
         "swiglu_align_to": 0,
         "scale_mlp": config.mlp_norm,

@@ -116,12 +116,6 @@ def find_family(config: ViTConfig) -> TimmClass:
     return "Eva" if is_eva else "VisionTransformer"
 
 
-def has_key_bias(tensors: Tensors) -> bool:
-    """Whether some key has a bias that is not zero."""
-    biases = (tensor for name, tensor in tensors.items() if name.endswith(".attn.qkv.bias"))
-    return any(bool(bias.chunk(3)[1].any()) for bias in biases)
-
-
 def to_timm_names(config: ViTConfig, tensors: Tensors, family: TimmClass) -> dict[str, Tensor]:
     """Put the model's own tensors under the names of one of timm's classes."""
     tensors = {re.sub(r"^projection\.", "head.", name): tensor for name, tensor in tensors.items()}
@@ -133,7 +127,7 @@ def to_timm_names(config: ViTConfig, tensors: Tensors, family: TimmClass) -> dic
         tensors = {name.replace(OWN_STEM, BACKBONE): tensor for name, tensor in tensors.items()}
     if family == "VisionTransformer":
         return tensors
-    splits_bias = not has_key_bias(tensors)
+    splits_bias = not foreign_format.has_key_bias(tensors)
     if config.mlp_norm:
         tensors = split_gates(tensors)
     return dict(_iterate_eva_names(tensors, splits_bias=splits_bias))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.resources
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -70,6 +70,9 @@ class Trained:
     """Whether an image may have several labels; each class then has its own probability."""
     threshold: float = 0.0
     """The probability below which a prediction is "unsure", chosen on validation images; 0 for never."""
+    label_thresholds: tuple[float, ...] = ()
+    """The probability above which each label of a multi-label model is predicted, one a class, chosen on validation
+    images; empty where none were chosen, and one half serves for all."""
     precision_measurements: tuple[PrecisionMeasurement, ...] = ()
     """What these weights lose and gain in lower precisions, measured on validation images."""
     activation_ranges: tuple[float, ...] = ()
@@ -85,6 +88,8 @@ class Trained:
         if not 0 <= self.threshold <= 1:
             raise UsageError(f"threshold is {self.threshold}; it must be a probability")
         config = self.model.config
+        if self.label_thresholds:
+            self._check_label_thresholds()
         if self.activation_ranges:
             self._check_activation_ranges()
         if self.labels is not None and len(self.labels) != config.classes:
@@ -105,6 +110,18 @@ class Trained:
         if labels:
             head += f": {', '.join(labels[:_SHOWN_LABELS])}{', ...' if len(labels) > _SHOWN_LABELS else ''}"
         return f"Trained({self.origin.name!r}, {type(self.model).__name__}{shape}, {size} pixels, {head})"
+
+    def _check_label_thresholds(self) -> None:
+        if not self.multi_label:
+            raise UsageError("label_thresholds are of a multi-label model, and this one predicts one label an image")
+        classes = self.model.config.classes
+        if len(self.label_thresholds) != classes:
+            raise UsageError(
+                f"{pluralize(len(self.label_thresholds), 'label threshold')} given for a head of"
+                f" {pluralize(classes, 'class')}"
+            )
+        if (wrong := next((value for value in self.label_thresholds if not 0 <= value <= 1), None)) is not None:
+            raise UsageError(f"a label threshold is {wrong}; it must be a probability")
 
     def _check_activation_ranges(self) -> None:
         expected = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
@@ -134,6 +151,11 @@ def require_preprocess(trained: Trained, *, name: str = "the model") -> Preproce
             " Commands that have --preprocess take it directly"
         )
     return preprocess
+
+
+def is_label_predicted(probabilities: Tensor, label_thresholds: Sequence[float] = ()) -> Tensor:
+    """(B, L) -> bool (B, L): whether each label's probability is above its threshold, or without any above one half."""
+    return probabilities > (probabilities.new_tensor(label_thresholds) if label_thresholds else 0.5)
 
 
 def logits_to_probabilities(logits: Tensor, temperature: float = 1.0, multi_label: bool = False) -> Tensor:

@@ -225,6 +225,8 @@ def write(trained: Trained, path: Path) -> list[str]:
         tensors, key_notes = foreign_format.drop_key_biases(tensors)
         notes += key_notes
     settings = _build_config_json(config, kind, trained.labels)
+    if kind == "dinov3_vit":  # whose files have biases of keys only where config.json says so
+        settings["key_bias"] = config.qkv_bias and foreign_format.has_key_bias(tensors)
     written = convert_from_own(tensors, config, family, settings)
     notes += _check_written(written, config, tensors, settings)
     prefix = _get_file_prefix(config, kind)
@@ -328,7 +330,6 @@ def _build_family_settings(config: ViTConfig, kind: str) -> dict[str, Any]:
                 "rope_theta": config.rotary.base if config.rotary else 100.0,
                 "num_register_tokens": config.registers,
                 "query_bias": config.qkv_bias,
-                "key_bias": False,
                 "value_bias": config.qkv_bias,
             }
         case "beit":

@@ -51,6 +51,7 @@ def build_zero_shot_classifier(
         origin=dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *changes)),
         temperature=1.0,
         threshold=0.0,
+        label_thresholds=(),
         multi_label=bias is not None,
         precision_measurements=(),
         activation_ranges=(),

@@ -43,10 +43,10 @@ class PredictArguments:
     model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or an exported .onnx or .xml."""
     paths: Annotated[tuple[str, ...], Positional, arg(metavar="PATHS")]
-    """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), lists (.csv, .jsonl), or - for a
-    list of paths on standard input, one per line."""
-    top: Number = 1
-    """Labels per image."""
+    """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), Parquet files, lists (.csv,
+    .jsonl), or - for a list of paths on standard input, one per line."""
+    top: OptionalNumber = None
+    """Labels per image. Default: 1; with a multi-label model that has thresholds, all labels above them."""
     embed: bool = False
     """Write features instead of labels."""
     features: FeatureKind = "default"
@@ -56,8 +56,16 @@ class PredictArguments:
     """Scale each image's features to length 1."""
     attention: OptionalFolder = None
     """A folder for attention rollouts, one PNG per image."""
+    float16: bool = False
+    """Store features as float16, half the size."""
     out: Annotated[str | None, arg(metavar="FILE")] = None
-    """The file to write: .csv, .jsonl, or with --embed .npy. Default: standard output."""
+    """The file to write: .csv, .jsonl, .parquet (extra `parquet`), or with --embed .npy or a folder/ of NumPy
+    partitions. With s3://BUCKET/NAME, runs/NAME is uploaded there. Default: standard output."""
+    part: Annotated[str | None, arg(metavar="K/N|auto")] = None
+    """Predict one of N equal parts of the images, from 1/N to N/N, to a FILE of its own, which `vitrail merge` joins
+    with the others. auto is the part of this process in a SLURM array job or under torchrun."""
+    sbatch: OptionalNumber = None
+    """Print a SLURM script that predicts in so many parts and merges them; predict nothing."""
     row_format: Annotated[PrintedFormat | None, arg(name="format")] = None
     """Output format. Default: by the suffix of FILE; without --out, a table on a terminal and CSV elsewhere."""
     batch: Annotated[OptionalNumber, COMPUTE] = None
@@ -72,6 +80,22 @@ class PredictArguments:
     """Also fetch URLs listed on standard input, not only those given as PATHS."""
     json: bool = False
     """Print one JSON object per line and image; the same as --format jsonl."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeArguments:
+    """Merge the parts that `vitrail predict --part` wrote to one file, in the order of the images.
+
+    All parts must be there, finished, and of the same model, options and list of images. Their counts are checked. The
+    parts are kept.
+    """
+
+    out: Annotated[str, Positional, arg(metavar="OUT")]
+    """The file to write: what was the --out of the parts."""
+    parts: Annotated[tuple[str, ...], Positional, arg(metavar="[PARTS...]")] = ()
+    """The files of the parts, such as rows-00001-of-00128.parquet. Default: those beside OUT."""
+    overwrite: bool = False
+    """Replace OUT."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

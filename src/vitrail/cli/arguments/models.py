@@ -181,6 +181,11 @@ class ServeArguments:
     """Larger requests are refused before they are read."""
     max_megapixels: Annotated[float, _LIMITS, arg(metavar="N")] = 50.0
     """Larger images are refused before they are decoded."""
+    index: Annotated[Path | None, arg(metavar="INDEX")] = None
+    """An index of a served model's features, which `vitrail index` wrote: the page then shows similar images."""
+    image_root: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """The folder below which the images of the index lie, to show thumbnails; the names in the index are paths below
+    it. Other files are never read."""
     api_key_file: Annotated[OptionalFile, _ACCESS] = None
     """A file with the key that requests must carry. Default: the environment variable VITRAIL_API_KEY, if set."""
     device: Annotated[Device, COMPUTE] = None

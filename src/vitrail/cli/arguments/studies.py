@@ -12,6 +12,7 @@ from vitrail.cli.options import (
     Data,
     DataOption,
     ModelOption,
+    Number,
     OptionalDecimal,
     OptionalFile,
     OptionalNumber,
@@ -95,4 +96,60 @@ class VtabArguments:
     """The tasks to run, by the names of their folders. Default: all that DIR has."""
     transfer: Annotated[TransferOptions, RECIPE] = TransferOptions()
     study: Annotated[StudyOptions, COMPUTE] = StudyOptions(number_of_runs=1)
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaperStudyArguments:
+    """Repeat an experiment of the paper on your data: pre-train every variant, transfer it, and compare.
+
+    Prints a table with the paper's finding beside it, and draws a plot. Repeat an interrupted command to continue.
+    With --plan, or for a dataset that is only known by its size (imagenet, imagenet21k, jft), it prints what the runs
+    would take.
+    """
+
+    data: DataOption
+    transfer_data: Annotated[str | None, arg(metavar="DATA")] = None
+    """The dataset to transfer to, by fine-tuning or 5-shot ridge regression. Default: DATA."""
+    models: Annotated[tuple[str, ...], arg(metavar="PRESET...")] = ()
+    """The models to train, such as b16 l16 h14. Default: the study's own small ones."""
+    recipe: Annotated[str | None, RECIPE, arg(metavar="RECIPE")] = None
+    """The recipe that is varied. Default: tiny-imagenet-study, or the paper's recipe for ImageNet, ImageNet-21k or
+    JFT."""
+    settings: Annotated[Settings, RECIPE] = ()
+    """Change settings of the recipe for all variants, as in `train`."""
+    epochs: Annotated[OptionalDecimal, RECIPE] = None
+    """Passes over all training images. Default: the recipe's."""
+    batch: Annotated[OptionalNumber, RECIPE] = None
+    """Images per step. Default: the recipe's."""
+    transfer_epochs: Annotated[float, RECIPE, arg(metavar="N")] = 10
+    """Passes of fine-tuning over the transfer dataset."""
+    number_of_runs: Annotated[int | None, arg(name="runs", metavar="N")] = None
+    """Runs with different seeds. Default: 3 or 1, by the study."""
+    plan: bool = False
+    """Print what the runs would take, and train nothing."""
+    gpu: Annotated[str, COMPUTE] = "h200"
+    """The GPU of --plan."""
+    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
+    """The study folder. Default: one below runs/, named after the study and the data."""
+    seed: Annotated[Number, COMPUTE] = 0
+    """Random seed of the first run."""
+    device: Annotated[str | None, COMPUTE, arg(metavar="DEVICE")] = None
+    """cpu, cuda:1 or the like. Default: all GPUs."""
+    parallel: Annotated[Number, COMPUTE] = 1
+    """Runs at once on each device: several small models fill a large GPU better than one."""
+    workers: Annotated[OptionalNumber, COMPUTE] = None
+    """Processes of each run that decode images. Default: the cores, divided among the runs."""
+    micro_batches: Annotated[Number, COMPUTE] = 1
+    """Micro-batches per step (gradient accumulation), if a batch does not fit in memory."""
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FindingsArguments:
+    """Print the findings of the paper as a Markdown table: its number, what was measured here, and whether they agree.
+
+    A finding without a result names the command that would give one.
+    """
+
     output: Output = OutputOptions()

@@ -33,7 +33,7 @@ from vitrail.cli.options import (
 from vitrail.config import MaskedTarget
 
 FinetuneRecipe = Literal["default", "paper", "bit"]
-_TRAINING, _COST = Group("training"), Group("memory and speed")
+_TRAINING, _COST, _PREDICTION = Group("training"), Group("memory and speed"), Group("prediction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,8 @@ class DemoArguments:
 class PlanArguments:
     """Estimate the time, memory and cost of a training run.
 
-    It prints FLOPs, memory by part, hours, GPU-days, disk and network traffic. Nothing is trained.
+    It prints FLOPs, memory by part, hours, GPU-days, disk and network traffic. Nothing is trained. With --predict it
+    estimates the prediction of many images instead.
     """
 
     name: Annotated[str, Positional, arg(metavar="RECIPE|MODEL")]
@@ -181,6 +182,14 @@ class PlanArguments:
     """Shard weights, gradients and averages over the GPUs (FSDP)."""
     efficiency: Annotated[float | None, _COST, arg(metavar="FRACTION")] = None
     """Fraction of the GPU's peak FLOP/s that the run reaches (MFU). Default: 0.3, which is 300 TFLOP/s on an H200."""
+    predict: Annotated[OptionalNumber, _PREDICTION] = None
+    """Estimate the prediction of so many images with MODEL, a preset or a file, instead of training."""
+    embed: Annotated[bool, _PREDICTION] = False
+    """Rows of features instead of a label."""
+    float16: Annotated[bool, _PREDICTION] = False
+    """Features stored as float16."""
     sbatch: bool = False
     """Print a SLURM script instead, which resumes the run after its time limit."""
+    kubernetes: bool = False
+    """Print a Kubeflow TrainJob for Kubernetes instead, whose pods resume the run when they are started again."""
     output: Output = OutputOptions()

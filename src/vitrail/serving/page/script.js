@@ -7,6 +7,8 @@ const VEIL = [0.35, 0.75]; // opacity where there is least and most attention, a
 const NOT_ROLLOUT = "It is not the reason for the answer: it follows attention alone and is the same for every class.";
 const NONE = "none";
 const FEW = 6;
+const SIMILAR = 20;
+const THUMBNAILS_AT_ONCE = 2;
 
 let models = [];
 let key = null;
@@ -110,10 +112,11 @@ async function show(chosen) {
     panels = fresh;
     get("panels").replaceChildren(...panels.map(each => each.element));
     get("panels").classList.toggle("two", panels.length > 1);
+    get("similar").hidden = true;
     get("shown").hidden = false;
     document.body.classList.add("asked");
     get("status").textContent = said.join(" ");
-    await Promise.all(panels.map(each => each.look(signal)));
+    await Promise.all([...panels.map(each => each.look(signal)), showSimilar(signal)]);
   } catch (error) {
     if (error.name !== "AbortError") {
       if (panels !== fresh) clear();
@@ -129,6 +132,7 @@ function clear() {
   panels = [];
   get("panels").replaceChildren();
   get("shown").hidden = true;
+  get("similar").hidden = true;
   get("status").textContent = "";
   document.body.classList.remove("asked");
 }
@@ -137,6 +141,46 @@ function complain(error) {
   get("problem").firstElementChild.textContent = error.message;
   get("again").hidden = !file || !error.passing;
   get("problem").hidden = false;
+}
+
+// --- similar images of the served index ------------------------------------------------------------------------------
+
+async function showSimilar(signal) {
+  const indexed = models.find(model => model.indexed_images);
+  if (!indexed) return;
+  const [{ neighbors }] = (await (await ask(`/v1/search?top=${SIMILAR}`, file, signal)).json()).results;
+  get("similar-title").textContent = `Most similar of ${indexed.indexed_images.toLocaleString("en")} images, by the features of ${indexed.name}`;
+  const items = neighbors.map(describeNeighbor);
+  get("similar").querySelector("ol").replaceChildren(...items);
+  get("similar").hidden = false;
+  const waiting = neighbors.map((neighbor, place) => [neighbor, items[place]]).filter(([neighbor]) => neighbor.thumbnail);
+  const load = async () => { while (waiting.length) await loadThumbnail(...waiting.shift(), signal); };
+  await Promise.all(Array.from({ length: THUMBNAILS_AT_ONCE }, load));
+}
+
+function describeNeighbor(neighbor) {
+  const item = get("neighbor").content.firstElementChild.cloneNode(true);
+  item.querySelector(".similarity").textContent = neighbor.similarity.toFixed(3);
+  item.querySelector(".file").textContent = neighbor.image;
+  item.title = neighbor.image;
+  return item;
+}
+
+// One that cannot be shown leaves its name alone.
+async function loadThumbnail(neighbor, item, signal) {
+  let answer;
+  try {
+    answer = await ask(`/v1/thumbnail?row=${neighbor.row}`, null, signal);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return;
+  }
+  const url = URL.createObjectURL(await answer.blob());
+  const image = document.createElement("img");
+  image.onload = () => URL.revokeObjectURL(url);
+  image.alt = neighbor.image;
+  image.src = url;
+  item.querySelector(".thumbnail").replaceChildren(image);
 }
 
 // --- one model's view of it ------------------------------------------------------------------------------------------
@@ -154,12 +198,15 @@ function panel(model) {
 
   async function predict(signal) {
     const [result] = (await (await ask(`/v1/predict?${query}&top=5`, file, signal)).json()).results;
-    const [first] = result.predictions;
-    part(".verdict").textContent = first.label;
+    const chosen = model.has_label_thresholds ? result.predictions.filter(each => each.predicted) : result.predictions.slice(0, 1);
+    part(".verdict").textContent = chosen.map(each => each.label).join(", ") || "no label";
     part(".unsure").hidden = !result.unsure;
+    part(".several").hidden = !model.has_label_thresholds;
+    part(".bars").classList.toggle("marked", model.has_label_thresholds);
     part(".bars").replaceChildren(...result.predictions.map(bar));
     place(result.crop);
-    return `${model.name}: ${first.label}, ${percent(first.probability)}${result.unsure ? ", unsure" : ""}.`;
+    const said = chosen.map(each => `${each.label}, ${percent(each.probability)}`).join("; ") || "no label";
+    return `${model.name}: ${said}${result.unsure ? ", unsure" : ""}.`;
   }
 
   function place([left, top, right, bottom]) {
@@ -281,13 +328,18 @@ function panel(model) {
   return { element, predict, look, draw };
 }
 
-function bar({ label, probability }) {
+function bar({ label, probability, threshold, predicted }) {
   const item = document.createElement("li");
   const name = document.createElement("div");
   name.className = "name";
   for (const text of [label, percent(probability)]) name.append(Object.assign(document.createElement("span"), { textContent: text }));
   const track = document.createElement("i");
   track.style.setProperty("--share", share(probability));
+  if (threshold !== undefined) {
+    track.style.setProperty("--threshold", share(threshold));
+    track.title = `threshold ${percent(threshold)}`;
+    item.classList.toggle("predicted", predicted);
+  }
   item.append(name, track);
   return item;
 }

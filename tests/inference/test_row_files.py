@@ -1,5 +1,6 @@
 """Files of rows: their lines, and what of an interrupted one is kept (whole commands: tests/cli/test_predict.py)."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,8 @@ from vitrail import presets
 from vitrail.config import to_json
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
-from vitrail.inference.prediction_rows import (
-    FileFormat,
-    PredictionItem,
-    PredictionRow,
-    RowFile,
-    WrittenRows,
-    format_header,
-    format_row,
-)
+from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, WrittenRows
+from vitrail.inference.row_files import FINISHED, FileFormat, RowFile, find_file_format, read_record
 
 ITEMS = [PredictionItem(ImageRef(f"{letter}.jpg", f"{letter}.jpg")) for letter in "abcde"]
 
@@ -28,7 +22,7 @@ def make_row(item: PredictionItem, row_format: FileFormat) -> PredictionRow:
     name = item.image.name
     if name == "b.jpg":
         return PredictionRow(name, error="is not an image")
-    if row_format == "npy":
+    if row_format in ("npy", "partitions"):
         return PredictionRow(name, features=np.full(3, ord(name[0]), dtype=np.float32))
     return PredictionRow(name, labels=[("rose", 0.75), ("=tulip", 0.25)])
 
@@ -38,22 +32,6 @@ def make_file(path: Path, row_format: FileFormat, **changes: Any) -> RowFile:
     return RowFile(path=path, row_format=row_format, **settings)
 
 
-def test_lines_by_hand() -> None:
-    row = make_row(ITEMS[0], "csv")
-    assert format_header("csv", attention=True) == "image,rank,label,probability,error,attention\r\n"
-    assert format_header("jsonl", attention=False) == ""
-    assert format_row(row, "csv") == "a.jpg,1,rose,0.750000,\r\na.jpg,2,'=tulip,0.250000,\r\n"
-    assert format_row(row._replace(labels=[("unsure", 0.75), *row.labels], attention="a.png"), "csv") == (
-        "a.jpg,0,unsure,0.750000,,a.png\r\na.jpg,1,rose,0.750000,,a.png\r\na.jpg,2,'=tulip,0.250000,,a.png\r\n"
-    )
-    assert format_row(row._replace(labels=row.labels[:1]), "jsonl") == (
-        '{"image": "a.jpg", "predictions": [{"label": "rose", "probability": 0.75}]}\n'
-    )
-    assert format_row(make_row(ITEMS[1], "csv"), "csv") == "b.jpg,,,,is not an image\r\n"
-    assert format_row(make_row(ITEMS[1], "jsonl"), "jsonl") == '{"image": "b.jpg", "error": "is not an image"}\n'
-    assert format_row(make_row(ITEMS[0], "npy"), "npy") == "a.jpg,\r\n"
-
-
 @pytest.mark.parametrize("row_format", ["csv", "jsonl", "npy"])
 def test_an_incomplete_batch_is_written_again(row_format: FileFormat, tmp_path: Path) -> None:
     file = make_file(tmp_path / f"rows.{row_format}", row_format)
@@ -61,10 +39,11 @@ def test_an_incomplete_batch_is_written_again(row_format: FileFormat, tmp_path: 
     assert (written, again) == (WrittenRows(), [])
     with file.open_writer(written) as write:
         write([make_row(item, row_format) for item in ITEMS])
-    whole = {path: path.read_bytes() for path in {file.path, file.text_path}}
+    text_path = file.store.list_files()[0]
+    whole = {path: path.read_bytes() for path in {file.path, text_path}}
     written, again = file.find_written(iter(ITEMS))
     assert (written.images, written.failed, again) == (4, 1, ITEMS[4:])
-    file.text_path.write_bytes(whole[file.text_path][:-1])  # its last line is cut short
+    text_path.write_bytes(whole[text_path][:-1])  # its last line is cut short
     written, again = file.find_written(iter(ITEMS))
     assert (written.images, again) == (4, [])
     with file.open_writer(written) as write:
@@ -74,6 +53,57 @@ def test_an_incomplete_batch_is_written_again(row_format: FileFormat, tmp_path: 
         features = np.load(file.path)
         assert np.isnan(features[1]).all()
         assert features[[0, 2, 3, 4], 0].tolist() == [97, 99, 100, 101]
+
+
+@pytest.mark.parametrize("row_format", ["csv", "jsonl", "npy", "parquet", "partitions"])
+def test_a_record_says_when_all_rows_are_written(row_format: FileFormat, tmp_path: Path) -> None:
+    if row_format in ("parquet", "partitions"):
+        pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    columns = 3 if row_format in ("npy", "partitions") else 0
+    file = make_file(tmp_path / "rows", row_format, features=columns)
+    written, _ = file.find_written(iter(ITEMS))
+    with contextlib.suppress(KeyboardInterrupt), file.open_writer(written) as write:
+        write([make_row(item, row_format) for item in ITEMS[:2]])
+        raise KeyboardInterrupt
+    assert FINISHED not in (read_record(file.record_path) or {})
+    written, again = file.find_written(iter(ITEMS))
+    with file.open_writer(written) as write:
+        write([make_row(item, row_format) for item in [*again, *ITEMS[written.images + len(again) :]]])
+    counts = {"images": 5, "failed": 1, "ranks": 2, "features": columns}
+    assert (read_record(file.record_path) or {})[FINISHED] == counts
+    written, again = file.find_written(iter(ITEMS))
+    assert (written.images + len(again), written.images >= 4) == (5, True)
+    with contextlib.suppress(KeyboardInterrupt), file.open_writer(written) as write:
+        write([make_row(item, row_format) for item in ITEMS[4:]])
+        raise KeyboardInterrupt
+    assert FINISHED not in (read_record(file.record_path) or {})
+
+
+def test_the_format_is_that_of_the_suffix() -> None:
+    names = ("a.csv", "a.NDJSON", "a.npy", "s3://b/a.parquet", "features/", "a.txt", "features")
+    formats = ["csv", "jsonl", "npy", "parquet", "partitions", None, None]
+    assert [find_file_format(name) for name in names] == formats
+
+
+def test_rows_of_any_number_of_labels_are_continued(tmp_path: Path) -> None:
+    """Cut anywhere, the file is the same in the end; an image ends where the next one begins, also of one name."""
+    items = [*ITEMS, ITEMS[4]]
+    labels = [[("rose", 0.9)], [], [("tulip", 0.8), ("rose", 0.7), ("iris", 0.6)], [("a\nb", 0.9)], [], [("rose", 0.7)]]
+    rows = [PredictionRow(item.image.name, own) for item, own in zip(items, labels, strict=True)]
+    file = make_file(tmp_path / "rows.csv", "csv", ranks=None)
+    with file.open_writer(file.find_written(iter(items))[0]) as write:
+        write(rows)
+    whole = file.path.read_bytes()
+    assert b"\r\nb.jpg,,,,\r\n" in whole
+    for length in range(len(whole) + 1):
+        file.path.write_bytes(whole[:length])
+        left = iter(items)
+        written, again = file.find_written(left)
+        assert written.images % 2 == 0
+        assert [*again, *left] == items[written.images :]
+        with file.open_writer(written) as write:
+            write(rows[written.images :])
+        assert file.path.read_bytes() == whole, length
 
 
 def test_other_images_and_other_commands_are_refused(tmp_path: Path) -> None:
