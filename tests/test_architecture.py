@@ -59,7 +59,7 @@ def test_the_public_names_are_these() -> None:
         "Classifier", "Conversion", "Decoder", "Evaluation", "FeatureIndex", "Figures", "Logger", "LossFunction",
         "Neighbor", "Prediction", "PredictionList", "PreprocessConfig", "ProbeResult", "Recipe", "Run", "Scorer",
         "SearchResult", "Server", "StepEnd", "Suspects", "Trained", "ValidationResult", "adapt", "attention_maps",
-        "convert", "create", "dense", "embed", "errors", "evaluate", "figures", "finetune", "index", "load",
+        "convert", "create", "dense", "distill", "embed", "errors", "evaluate", "figures", "finetune", "index", "load",
         "load_recipe", "predict", "probe", "save", "search", "serve", "suspects", "train", "zero_shot",
     ]  # fmt: skip
     assert vitrail.__all__ == names

@@ -173,7 +173,8 @@ def list_options(arguments: type[Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "verb", ["convert", "evaluate", "figures", "finetune", "index", "predict", "probe", "search", "serve", "train"]
+    "verb",
+    ["convert", "distill", "evaluate", "figures", "finetune", "index", "predict", "probe", "search", "serve", "train"],
 )
 def test_the_page_of_python_names_every_keyword_that_is_not_the_option(verb: str) -> None:
     module, _, group = cli.COMMANDS[verb].arguments.partition(".")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitrail.api.search import Neighbor, SearchResult, index, search
     from vitrail.api.serve import Server, serve
     from vitrail.api.suspects import Suspects, suspects
-    from vitrail.api.training import finetune, train
+    from vitrail.api.training import distill, finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
@@ -58,6 +58,7 @@ _HOMES = {  # the module of each public name
     "convert": "api.conversion",
     "create": "api.checked_functions",
     "dense": "api.prediction",
+    "distill": "api.training",
     "embed": "api.prediction",
     "evaluate": "api.evaluation",
     "figures": "api.figures",
@@ -102,6 +103,7 @@ __all__ = [
     "convert",
     "create",
     "dense",
+    "distill",
     "embed",
     "errors",
     "evaluate",

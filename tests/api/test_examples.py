@@ -17,6 +17,8 @@ from vitrail.training.finetune import _SUGGESTED_MODELS
 
 SMALLER = {  # the same examples, in a second
     f'model="{_SUGGESTED_MODELS[0]}", minutes=10': 'model="model.safetensors", epochs=1, batch=8, workers=0',
+    'model="ti16", data="photos"': 'model="model.safetensors", data="photos", epochs=1, batch=8, workers=0',
+    "settings=hard": "settings=hard, epochs=1, batch=8, workers=0",
     'data="digits", epochs=5': 'data="digits", epochs=0.1, workers=0',
     '"model.safetensors", minutes=10': '"model.safetensors", epochs=1, workers=0',
     'train(recipe, "digits")': 'train(recipe, "digits", workers=0)',

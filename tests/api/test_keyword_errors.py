@@ -32,6 +32,7 @@ KEYWORDS: dict[str, Any] = {
 }
 ONLY_COMMAND = {  # options of a command that its function does not have
     "train": {"--dry-run"},
+    "distill": {"--dry-run"},
     "finetune": {"--dry-run", "--runs"},  # several runs have no one Run
     "predict": {
         "--embed",

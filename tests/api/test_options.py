@@ -1,4 +1,4 @@
-"""The keyword arguments of `train` and `finetune` are the options of the commands."""
+"""The keyword arguments of `train`, `finetune` and `distill` are the options of the commands."""
 
 import inspect
 import re
@@ -18,12 +18,17 @@ from vitrail.api.prediction import PredictKeywords
 from vitrail.api.serve import ServeKeywords, ServeOptions
 from vitrail.config.field_docstrings import read_field_docstrings
 from vitrail.errors import UsageError
+from vitrail.training.distill import DistillOptions
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.pretrain import PretrainingOptions
 
 ONLY_COMMAND = {"number_of_runs", "loss_function", "must_resume", "teacher"}  # Python has one Run, `loss`, no scripts
-ONLY_PYTHON = {"data", "model", "on_step", "on_evaluation", "loss", "progress", "notify", "options"}
-CASES: Any = [(vitrail.finetune, FinetuneKeywords, FinetuneOptions), (vitrail.train, TrainKeywords, PretrainingOptions)]
+ONLY_PYTHON = {"teacher", "data", "model", "on_step", "on_evaluation", "loss", "progress", "notify", "options"}
+CASES: Any = [
+    (vitrail.finetune, FinetuneKeywords, FinetuneOptions),
+    (vitrail.train, TrainKeywords, PretrainingOptions),
+    (vitrail.distill, RunKeywords, DistillOptions),
+]
 
 
 @pytest.mark.parametrize(("function", "keywords", "options"), CASES)
@@ -42,6 +47,7 @@ def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any
 FUNCTIONS = [
     "train",
     "finetune",
+    "distill",
     "evaluate",
     "probe",
     "predict",
@@ -74,7 +80,7 @@ def test_an_option_of_a_nested_group_has_its_default_in_the_signature() -> None:
     assert "- `save_every`: Minutes from one checkpoint to the next." in (vitrail.train.__doc__ or "")
 
 
-@pytest.mark.parametrize("kind", [FinetuneOptions, PretrainingOptions])
+@pytest.mark.parametrize("kind", [FinetuneOptions, PretrainingOptions, DistillOptions])
 def test_without_keywords_the_options_are_the_default(kind: Any) -> None:
     assert build_options(kind, {}) == kind()
 

@@ -23,7 +23,7 @@ _DOCSTRING_WIDTH = 110
 
 
 class RunKeywords(TypedDict, total=False):
-    """What `train` and `finetune` take by keyword: the options of the commands."""
+    """What `train`, `finetune` and `distill` take by keyword: the options of the commands."""
 
     epochs: float | None
     """Passes over the training images."""

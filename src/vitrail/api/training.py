@@ -1,4 +1,4 @@
-"""Train and fine-tune from Python: `vitrail.train` and `vitrail.finetune`."""
+"""Train from Python: `vitrail.train`, `vitrail.finetune` and `vitrail.distill`."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Unpack
 import torch
 
 from vitrail.api.keyword_errors import name_keywords
-from vitrail.api.models import AnyModel, get_model_name
-from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, document_options
+from vitrail.api.models import AnyModel, get_model_name, load_trained
+from vitrail.api.options import FinetuneKeywords, RunKeywords, TrainKeywords, build_options, document_options
 from vitrail.api.progress import NoteCollector, Progress, choose_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
@@ -20,8 +20,10 @@ from vitrail.data.sources import DataSource
 from vitrail.errors import StoppedError
 from vitrail.report.write_report import write_run_outputs
 from vitrail.runtime.workers import Notify
+from vitrail.training import distill as distillation
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
+from vitrail.training.distill import DistillOptions
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import LossFunction
@@ -114,6 +116,51 @@ def train(
     with _explain_early_interrupt(on_step) as count_step, _restore_global_state():
         callbacks = _make_callbacks(notes, progress, count_step, on_evaluation)
         facts = pretraining.pretrain(recipe, data, built, callbacks)
+    return Run(Path(facts["folder"]), tuple(notes))
+
+
+@document_options(DistillOptions)
+@name_keywords
+def distill(
+    teacher: AnyModel,
+    data: DataSource,
+    model: AnyModel | None = None,
+    *,
+    recipe: str | Path | Recipe = "default",
+    image_size: int | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
+    **options: Unpack[RunKeywords],
+) -> Run:
+    """Train a student that learns labels and what a teacher predicts: `vitrail distill` from Python, with its defaults.
+
+        run = vitrail.distill("runs/finetune", model="ti16", data="photos")
+        hard = {"distillation.kind": "hard", "distillation.weight": 0.7}
+        run = vitrail.distill(run, model="model.safetensors", data="photos", settings=hard)
+
+    Arguments:
+
+    - `teacher`: The model to learn from: a name, a path, a `Run` or a `Trained`.
+    - `data`: As in `finetune`, with labels.
+    - `model`: The student: a trained model as in `finetune`, or a preset, whose weights are random; None for a recipe
+      that names a preset.
+    - `recipe`: A recipe of `finetune` for the student, or one of `train`, which names its own preset.
+    - `image_size`: Resolution of a student that is fine-tuned; positions are resampled.
+    - `on_step`: Called with a `StepEnd` after each step.
+    - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
+    """
+    if model is not None:
+        get_model_name(model)  # refuses what is none
+    notes = NoteCollector(notify)
+    built = build_options(DistillOptions, {"recipe": recipe, "image_size": image_size, "must_resume": True, **options})
+    student = str(model.weights) if isinstance(model, Run) else model
+    with _explain_early_interrupt(on_step) as count_step, _restore_global_state():
+        callbacks = _make_callbacks(notes, progress, count_step, on_evaluation)
+        facts = distillation.distill(load_trained(teacher, notes), data, student, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 

@@ -73,6 +73,8 @@ def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
     yield "data", f"{run.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in run.dataset.splits.items())
     yield _describe_targets(run)
     yield "model", run.initial_model.origin.name if run.initial_model else f"{recipe.model}, random weights"
+    if run.teacher is not None and recipe.distillation is not None:
+        yield "teacher", f"{run.teacher.origin.name}; {recipe.distillation.summary}"
     height, width = preprocess.size
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (preprocess.mean, preprocess.std))
     yield "input", f"{height} x {width} pixels, mean {mean}, std {std}"

@@ -210,7 +210,7 @@ class DistillationConfig:
     temperature: float = 3.0
     """Of soft: both models' logits are divided by it, and the loss is multiplied by its square."""
     weight: float = 0.5
-    """The share of the teacher in the loss; at 1 no label is learned from."""
+    """The share of the teacher in the loss; at 1, for soft and hard, no label is learned from."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -218,6 +218,17 @@ class DistillationConfig:
             raise UsageError(f"the temperature of distillation is {self.temperature}; it must be above 0")
         if not 0 < self.weight <= 1:
             raise UsageError(f"the weight of distillation is {self.weight}; it must be above 0 and at most 1")
+        if self.weight == 1 and self.kind in ("token", "features"):
+            raise UsageError(
+                f"at a weight of 1, distillation of the kind {self.kind} never trains the head that learns the labels:"
+                " set a weight below 1, or the kind soft or hard"
+            )
+
+    @property
+    def summary(self) -> str:
+        """The method in a few words."""
+        temperature = f", temperature {self.temperature:g}" if self.kind == "soft" else ""
+        return f"distillation of the kind {self.kind}{temperature}, weight {self.weight:g}"
 
 
 def compute_lora_scale(alpha: float, rank: int, *, rank_stabilized: bool) -> float:

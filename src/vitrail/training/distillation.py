@@ -74,7 +74,7 @@ class Distillation:
         self.config, self.student_preprocess = config, preprocess
         self.model = copy.deepcopy(teacher.model).eval().requires_grad_(False)
         self.preprocess = require_preprocess(teacher, name="the teacher")
-        self.columns = None if config.kind == "features" else find_columns(teacher, classes)
+        self.columns = check_teacher(teacher, config, classes, preprocess)
 
     def to(self, device: torch.device) -> "Distillation":
         """Move the teacher to the device."""
@@ -91,13 +91,23 @@ class Distillation:
         logits: Tensor = self.model(images)
         return logits.float()[:, self.columns]
 
-    def compute_loss(self, outputs: Tensor | StudentOutputs, labels: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
-        """The loss, summed over the images; an image without a label learns from the teacher alone."""
+    def compute_loss(
+        self,
+        outputs: Tensor | StudentOutputs,
+        labels: Tensor,
+        targets: Tensor,
+        recipe: Recipe,
+        class_weights: Tensor | None = None,
+    ) -> Tensor:
+        """The loss, summed over the images; an image without a label learns from the teacher alone.
+
+        `class_weights` (L,) multiply the terms of true labels, and none of the teacher's.
+        """
         config = self.config
         outputs = StudentOutputs(outputs, None, None) if isinstance(outputs, Tensor) else outputs
         loss = config.weight * _compute_teacher_loss(outputs, targets, config)
         if config.weight < 1:
-            own = softmax_cross_entropy(outputs.logits, labels, recipe.label_smoothing)
+            own = softmax_cross_entropy(outputs.logits, labels, recipe.label_smoothing, class_weights)
             loss = loss + (1 - config.weight) * own
         return loss
 
@@ -122,6 +132,20 @@ def convert_images(images: Tensor, source: PreprocessConfig, target: PreprocessC
     if pixels.shape[-2:] != target.size:
         pixels = F.interpolate(pixels, target.size, mode="bicubic", antialias=True).clamp(0, 1)
     return (pixels - mean) / std
+
+
+def check_teacher(
+    teacher: Trained, config: DistillationConfig, classes: tuple[str, ...], preprocess: PreprocessConfig
+) -> list[int] | None:
+    """The teacher's outputs for these classes, None for its features; refused if a student cannot learn from it."""
+    own = require_preprocess(teacher, name="the teacher")
+    channels, student_channels = len(own.mean), len(preprocess.mean)
+    if channels != student_channels and student_channels != 1:
+        raise UsageError(
+            f"the teacher sees {pluralize(channels, 'channel')} and the student {student_channels}: choose a student"
+            f" of {channels}, or of 1, whose gray the teacher sees in each of its own"
+        )
+    return None if config.kind == "features" else find_columns(teacher, classes)
 
 
 def find_columns(teacher: Trained, classes: tuple[str, ...]) -> list[int]:

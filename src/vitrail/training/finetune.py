@@ -271,7 +271,7 @@ class _RunBuilder:
         )
         if options.keep_head:  # it is trained already, like the rest
             recipe = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, head_lr=None))
-        if options.keep_head or options.from_scratch or self.dataset.multi_label:
+        if options.keep_head or options.from_scratch or self.dataset.multi_label or recipe.distillation is not None:
             recipe = dataclasses.replace(recipe, head_init=None)
         recipe = recipe_overrides.override_recipe(recipe, dataclasses.replace(options.overrides, epochs=None))
         return recipe_overrides.choose_loss(recipe, self.dataset)

@@ -124,8 +124,14 @@ class RunOptions:
         )
 
     def open_dataset(self, data: DataSource) -> Dataset:
-        """The dataset to train on, with its labels corrected."""
-        return relabel_dataset(open_dataset(data), self.relabel)
+        """The dataset to train on, with its labels corrected; one for a student has some."""
+        dataset = relabel_dataset(open_dataset(data), self.relabel)
+        if self.teacher is not None and not dataset.classes:
+            raise DataError(
+                f"{dataset.name} has no labels, by which a student is validated and its outputs are named, at any"
+                " distillation.weight: sort the images into one folder per class, or list them with labels"
+            )
+        return dataset
 
     def build_run(
         self,
@@ -243,6 +249,8 @@ def _print_run_notes(run: TrainingRun, options: RunOptions, notify: Notify) -> N
             f"note: a GPU adds in any order, so --verify-every lets gradients differ by {TOLERANCE:.0%} of their norm;"
             " with --deterministic it compares every bit"
         )
+    if run.teacher is not None and run.can_student_use_cuda_graph:
+        notify("note: steps with a teacher are not captured as CUDA graphs, so those of a small student take longer")
     warn_about_imbalance(run, notify)
     if run.shard and not run.is_sharded:
         notify("note: --shard changes nothing in one process, which must hold the whole model; torchrun starts more")

@@ -301,7 +301,7 @@ def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Re
     if state.distillation is not None:
         with make_autocast(pixels.device):
             teacher_targets = state.distillation.compute_targets(pixels)
-        return state.distillation.compute_loss(outputs, targets, teacher_targets, recipe)
+        return state.distillation.compute_loss(outputs, targets, teacher_targets, recipe, state.class_weights)
     if isinstance(state.model, MaskedViT):
         return masked.compute_masked_losses(outputs, state.model.compute_targets(pixels, targets)).sum()
     logits = outputs if state.logit_adjustment is None else outputs.float() + state.logit_adjustment

@@ -213,7 +213,8 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
     evaluations = max(1, int(run.recipe.epochs) // run.eval_every_epochs)
     at_once = -(-run.recipe.batch // run.micro_batches)
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
-    evaluation = val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of a step; read once
+    share = run.flops / (run.flops + run.teacher_flops)  # of the student in a step
+    evaluation = share * val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of it; read once
     seconds = startup + images * image_seconds + evaluations * evaluation
     available = get_device_memory(run.device)
     return RunEstimate(1 / image_seconds, evaluation, evaluations, startup, seconds, memory, available)
@@ -243,7 +244,7 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
 
 def _make_trial_run(run: TrainingRun) -> TrainingRun:
     """The run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
-    flops = run.flops / run.plan.total_samples
+    flops = (run.flops + run.teacher_flops) / run.plan.total_samples
     part = -(-run.recipe.batch // run.micro_batches)
     few = max(
         2, run.group.world_size, min(part, _MAX_TRIAL_IMAGES, int(_TRIAL_FLOPS.get(run.device.type, 4e11) / flops))
@@ -315,8 +316,10 @@ def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: T
 
 
 def _compute_state_bytes(state: TrainState, recipe: Recipe) -> int:
-    """Bytes of weights, gradients, the optimizer's averages and the average of the weights."""
+    """Bytes of weights, the teacher's included, gradients, the optimizer's averages and the average of the weights."""
     weights = sum(to_local(parameter).nbytes for parameter in state.model.parameters())
     trained = sum(to_local(parameter).nbytes for parameter in state.model.parameters() if parameter.requires_grad)
     moments = 2 if recipe.optimizer.kind == "adam" else 1  # muon leaves little to adam
+    teacher = () if state.distillation is None else state.distillation.model.parameters()
+    weights += sum(parameter.nbytes for parameter in teacher)
     return weights + trained * (1 + moments) + (trained if state.ema else 0)

@@ -121,8 +121,10 @@ class TrainingRun:
             return
         if self.loss_function is not None:
             raise UsageError("a loss of your own does not know the teacher: omit `loss`")
+        if self.class_weights and config.weight == 1:
+            raise UsageError("class weights are for labels, and at distillation.weight=1 none is learned: omit them")
         distillation.check_student(self.config, config, shard=self.is_sharded)
-        self._build_distillation()  # which refuses a teacher without the data's classes
+        distillation.check_teacher(self.teacher, config, self.dataset.classes, self.preprocess)
 
     def _check_labels(self) -> None:
         """Refuse labels that cannot be learned, or stored with the weights."""
@@ -320,8 +322,13 @@ class TrainingRun:
     @property
     def can_use_cuda_graph(self) -> bool:
         """Whether a step is recorded once and replayed: on a GPU, if nothing in it waits for the host."""
+        return self.teacher is None and self.can_student_use_cuda_graph
+
+    @property
+    def can_student_use_cuda_graph(self) -> bool:
+        """The same without the teacher, whose normalization and classes are sent to the device in each step."""
         recipe = self.recipe
-        waits = self.teacher is not None or self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
+        waits = self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
         whole = self.micro_batches == 1 and self.group.world_size == 1 and isinstance(self.config, ViTConfig)
         return self.device.type == "cuda" and whole and not waits
 
@@ -336,6 +343,13 @@ class TrainingRun:
     def flops(self) -> int:
         """The operations of all forward and backward passes."""
         return cost.count_training_flops(self.config, self.plan.total_samples, self.recipe.masked)
+
+    @property
+    def teacher_flops(self) -> int:
+        """The operations of the teacher's forward passes; 0 without one."""
+        if self.teacher is None:
+            return 0
+        return cost.count_training_flops(self.teacher.model.config, self.plan.total_samples) // 3
 
     @property
     def imbalance(self) -> float:
