@@ -11,17 +11,29 @@ import pytest
 import torch
 
 from tests import model_factory
+from tests.runtime.test_distributed import read_last_row, read_weights, start_ranks, wait_for_ranks
 from tests.training.test_resume import build_run, digest_weights, run_training
 from vitrail import load
-from vitrail.config import DistillationConfig, PreprocessConfig
+from vitrail.config import DistillationConfig, OptimizerConfig, PreprocessConfig, ScheduleConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import StoppedError, UsageError
 from vitrail.evaluation.predictions import Counts
-from vitrail.training.distillation import PROJECTION_NAME, Distillation, StudentOutputs, convert_images
+from vitrail.model.cost import count_multiply_adds
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.training.distillation import (
+    PROJECTION_NAME,
+    Distillation,
+    StudentOutputs,
+    check_teacher,
+    convert_images,
+)
+from vitrail.training.run_execution import RunOptions, _print_run_notes
+from vitrail.training.time_estimate import _compute_state_bytes, _count_teacher_flops
 from vitrail.training.training_run import TrainingRun
 from vitrail.weights.trained import Trained
 
 LABELS = ("a", "b", "c")
+SGD = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)  # whose steps are not of rounding alone
 
 
 def build_teacher(**changes: Any) -> Trained:
@@ -67,7 +79,7 @@ def test_each_head_of_a_token_learns_from_its_own_source() -> None:
         StudentOutputs(heads[0], heads[1], None), labels, targets, make_recipe()
     )
     expected = math.log(math.exp(3) + 2)
-    assert float(loss) == pytest.approx(expected), "the class is 2 for one and 1 for the other"
+    assert float(loss.detach()) == pytest.approx(expected), "the class is 2 for one and 1 for the other"
     loss.backward()
     assert [int(head.grad.argmin()) for head in heads if head.grad is not None] == [2, 1]
 
@@ -75,8 +87,24 @@ def test_each_head_of_a_token_learns_from_its_own_source() -> None:
 def test_features_are_compared_by_their_direction() -> None:
     outputs = StudentOutputs(torch.zeros(2, 3), None, torch.tensor([[2.0, 0.0], [0.0, 3.0]]))
     targets = torch.tensor([[5.0, 0.0], [1.0, 0.0]])
-    loss = build_distillation(kind="features", weight=1.0).compute_loss(outputs, torch.tensor([0, 0]), targets, None)
-    assert float(loss) == pytest.approx(1.0), "0 for the first, 1 for the second"
+    loss = build_distillation(kind="features", weight=0.5).compute_loss(
+        outputs, torch.tensor([-1, -1]), targets, make_recipe()
+    )
+    assert float(loss) == pytest.approx(0.5), "0 for the first, half of 1 for the second"
+
+
+def test_class_weights_multiply_the_labels_part_alone() -> None:
+    """Two classes' equal logits, teacher and student agree: only the label's log 2 is left, half of it."""
+    student, labels, weights = torch.zeros(1, 2), torch.tensor([1]), torch.tensor([1.0, 3.0])
+    distillation = build_distillation(kind="soft", weight=0.5)
+    loss = distillation.compute_loss(student, labels, student, make_recipe(), weights)
+    assert float(loss) == pytest.approx(0.5 * 3 * math.log(2))
+
+
+@pytest.mark.parametrize("kind", ["token", "features"])
+def test_a_head_that_would_learn_nothing_is_refused(kind: Any) -> None:
+    with pytest.raises(UsageError, match="never trains the head that learns the labels"):
+        DistillationConfig(kind=kind, weight=1.0)
 
 
 # --- the teacher ------------------------------------------------------------------------------------------------------
@@ -104,6 +132,18 @@ def test_a_teacher_without_the_datas_classes_is_refused() -> None:
     assert teacher.preprocess is not None
     with pytest.raises(UsageError, match=r"knows 3 classes, and not 'rose' of the data"):
         Distillation(teacher, DistillationConfig(), ("a", "rose"), teacher.preprocess)
+
+
+def test_a_teacher_of_colors_sees_gray_in_each_channel_and_the_reverse_is_refused() -> None:
+    teacher = build_teacher()
+    assert teacher.preprocess is not None
+    gray = PreprocessConfig(size=(32, 32), resize=(32, 32), mean=(0.5,), std=(0.25,))
+    pixels = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = normalize(pixels.expand(-1, 3, -1, -1), teacher.preprocess)
+    torch.testing.assert_close(convert_images(normalize(pixels, gray), gray, teacher.preprocess), expected)
+    gray_teacher = dataclasses.replace(build_teacher(channels=1), preprocess=gray)
+    with pytest.raises(UsageError, match="the teacher sees 1 channel and the student 3"):
+        check_teacher(gray_teacher, DistillationConfig(), LABELS, teacher.preprocess)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -197,3 +237,64 @@ def test_a_recipe_and_its_teacher_belong_together(teacher: Trained) -> None:
             recipe=dataclasses.replace(build_run().recipe, distillation=DistillationConfig(kind="token")),
             teacher=teacher,
         )
+
+
+def build_short_run(teacher: Trained, kind: str, **changes: Any) -> TrainingRun:
+    """Four steps of 101 digits and one of 4, mixed, with an average of weights; what differs by rank is off."""
+    run = build_student_run(teacher, kind)
+    recipe = dataclasses.replace(run.recipe, batch=101, epochs=408 / 1439, dropout=0.0, stochastic_depth=0.0)
+    recipe = dataclasses.replace(recipe, optimizer=SGD, schedule=ScheduleConfig(warmup=2))
+    return dataclasses.replace(run, **{"recipe": recipe} | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("soft", {"micro_batches": 3}),
+        ("token", {"micro_batches": 3}),
+        ("features", {"micro_batches": 3}),
+        ("hard", {"shard": True}),
+    ],
+)
+def test_two_ranks_compute_what_one_does(kind: str, changes: dict[str, Any], teacher: Trained, tmp_path: Path) -> None:
+    """In the last step some parts of a rank have no image."""
+    run_training(build_short_run(teacher, kind), tmp_path / "one")
+
+    def work(group: ProcessGroup) -> None:
+        run_training(build_short_run(teacher, kind, group=group, **changes), tmp_path / "two")
+
+    assert wait_for_ranks(start_ranks(2, work)) == [0, 0]
+    assert read_last_row(tmp_path / "two") == pytest.approx(read_last_row(tmp_path / "one"), rel=1e-5)
+    torch.testing.assert_close(read_weights(tmp_path / "two"), read_weights(tmp_path / "one"), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["token", "features"])
+def test_a_student_with_more_outputs_is_not_sharded(kind: str, teacher: Trained) -> None:
+    with pytest.raises(UsageError, match="cannot be sharded"):
+        build_short_run(teacher, kind, group=ProcessGroup(world_size=2), shard=True)
+
+
+# --- time, memory and GPUs --------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_counts_the_teachers_weights(teacher: Trained) -> None:
+    run = build_student_run(teacher)
+    alone = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, distillation=None), teacher=None)
+    states = [each.build_state() for each in (run, alone)]
+    difference = _compute_state_bytes(states[0], run.recipe) - _compute_state_bytes(states[1], run.recipe)
+    assert difference == 4 * sum(parameter.numel() for parameter in teacher.model.parameters())
+    assert _count_teacher_flops(run) == count_multiply_adds(teacher.model.config) * 2 * run.plan.total_samples
+    assert _count_teacher_flops(alone) == 0
+
+
+def test_a_gpu_is_told_once_that_steps_are_not_captured(teacher: Trained) -> None:
+    run = build_student_run(teacher)
+    gpu = dataclasses.replace(
+        run, device=torch.device("cuda"), recipe=dataclasses.replace(run.recipe, stochastic_depth=0.0)
+    )
+    notes: dict[str, list[str]] = {"cpu": [], "cuda": []}
+    for each in (run, gpu):
+        assert not each.can_use_cuda_graph
+        _print_run_notes(each, RunOptions(), notes[each.device.type].append)
+    assert not any("CUDA graphs" in note for note in notes["cpu"])
+    assert sum("not captured as CUDA graphs" in note for note in notes["cuda"]) == 1

@@ -8,7 +8,7 @@ micro-batches, ranks and a resume change no loss.
 """
 
 import copy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from vitrail.model.vit import Model, ViT
 from vitrail.training.losses import softmax_cross_entropy
 from vitrail.weights.tensor_files import digest_tensors
 from vitrail.weights.trained import Trained, require_preprocess
+
+if TYPE_CHECKING:
+    from vitrail.training.training_run import TrainingRun
 
 PROJECTION_NAME = "teacher_projection"
 """The linear map from the student's features to the teacher's, a module of the student while it is trained."""
@@ -132,6 +135,21 @@ def convert_images(images: Tensor, source: PreprocessConfig, target: PreprocessC
     if pixels.shape[-2:] != target.size:
         pixels = F.interpolate(pixels, target.size, mode="bicubic", antialias=True).clamp(0, 1)
     return (pixels - mean) / std
+
+
+def check_run(run: "TrainingRun") -> None:
+    """Refuse a run whose recipe has a distillation and that has no teacher, or the reverse, or that cannot learn so."""
+    config, teacher = run.recipe.distillation, run.teacher
+    if config is None or teacher is None:
+        if config is not None or teacher is not None:
+            raise UsageError("a recipe with distillation is given a teacher, and no other: `vitrail distill TEACHER`")
+        return
+    if run.loss_function is not None:
+        raise UsageError("a loss of your own does not know the teacher: omit `loss`")
+    if run.class_weights and config.weight == 1:
+        raise UsageError("--class-weights is for labels, and at distillation.weight=1 none is learned: omit it")
+    check_student(run.config, config, shard=run.is_sharded)
+    check_teacher(teacher, config, run.dataset.classes, run.preprocess)
 
 
 def check_teacher(

@@ -19,6 +19,7 @@ from torch import Tensor
 from vitrail import files
 from vitrail.config import Recipe
 from vitrail.data.loader import Batch
+from vitrail.model.cost import count_training_flops
 from vitrail.model.masked import get_encoder
 from vitrail.runtime import distributed
 from vitrail.runtime.devices import get_device_memory
@@ -213,7 +214,7 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
     evaluations = max(1, int(run.recipe.epochs) // run.eval_every_epochs)
     at_once = -(-run.recipe.batch // run.micro_batches)
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
-    share = run.flops / (run.flops + run.teacher_flops)  # of the student in a step
+    share = run.flops / (run.flops + _count_teacher_flops(run))  # of the student in a step
     evaluation = share * val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of it; read once
     seconds = startup + images * image_seconds + evaluations * evaluation
     available = get_device_memory(run.device)
@@ -242,9 +243,16 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
     )
 
 
+def _count_teacher_flops(run: TrainingRun) -> int:
+    """The operations of the teacher's forward passes; 0 without one."""
+    if run.teacher is None:
+        return 0
+    return count_training_flops(run.teacher.model.config, run.plan.total_samples) // 3
+
+
 def _make_trial_run(run: TrainingRun) -> TrainingRun:
     """The run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
-    flops = (run.flops + run.teacher_flops) / run.plan.total_samples
+    flops = (run.flops + _count_teacher_flops(run)) / run.plan.total_samples
     part = -(-run.recipe.batch // run.micro_batches)
     few = max(
         2, run.group.world_size, min(part, _MAX_TRIAL_IMAGES, int(_TRIAL_FLOPS.get(run.device.type, 4e11) / flops))

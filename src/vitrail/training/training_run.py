@@ -108,23 +108,9 @@ class TrainingRun:
             raise UsageError(
                 "the model's classes are not those of the data; training.training_run.adapt_to_dataset changes them"
             )
-        self._check_teacher()
+        distillation.check_run(self)
         if self.recipe.masked is not None:
             masked.count_outputs_per_patch(self.config, self.recipe.masked)  # refuses a model that cannot be trained so
-
-    def _check_teacher(self) -> None:
-        """Refuse a teacher that the recipe does not use, or cannot be learned from."""
-        config = self.recipe.distillation
-        if (config is None) != (self.teacher is None):
-            raise UsageError("a recipe with distillation is given a teacher, and no other: `vitrail distill TEACHER`")
-        if config is None or self.teacher is None:
-            return
-        if self.loss_function is not None:
-            raise UsageError("a loss of your own does not know the teacher: omit `loss`")
-        if self.class_weights and config.weight == 1:
-            raise UsageError("class weights are for labels, and at distillation.weight=1 none is learned: omit them")
-        distillation.check_student(self.config, config, shard=self.is_sharded)
-        distillation.check_teacher(self.teacher, config, self.dataset.classes, self.preprocess)
 
     def _check_labels(self) -> None:
         """Refuse labels that cannot be learned, or stored with the weights."""
@@ -343,13 +329,6 @@ class TrainingRun:
     def flops(self) -> int:
         """The operations of all forward and backward passes."""
         return cost.count_training_flops(self.config, self.plan.total_samples, self.recipe.masked)
-
-    @property
-    def teacher_flops(self) -> int:
-        """The operations of the teacher's forward passes; 0 without one."""
-        if self.teacher is None:
-            return 0
-        return cost.count_training_flops(self.teacher.model.config, self.plan.total_samples) // 3
 
     @property
     def imbalance(self) -> float:
