@@ -269,6 +269,20 @@ def test_the_python_of_the_page_on_search_finds_images(place: Path) -> None:
     assert len(run(["-c", python], place).splitlines()) == 3
 
 
+def test_the_python_of_the_page_on_distillation_trains_a_student(place: Path) -> None:
+    [block] = find_blocks(ROOT / "docs" / "distillation.md", "python")
+    smaller = {
+        "runs/finetune": "b16.safetensors",
+        "ti16": "other.safetensors",
+        "settings=settings": "settings=settings, epochs=1, batch=4, workers=0",
+    }
+    for full, small in smaller.items():
+        assert block.count(full) == 1, full
+        block = block.replace(full, small)
+    run(["-c", block], place)
+    assert (place / "runs" / "distill" / "weights" / "best.safetensors").exists()
+
+
 @pytest.mark.parametrize(("name", "number"), [("faiss", 2), ("usearch", 3), ("lance", 4)])
 def test_other_search_engines_read_the_parquet_of_features(name: str, number: int, tmp_path: Path) -> None:
     """Each finds what the index finds: the example on its page asks for the neighbors of the first row."""
@@ -293,7 +307,15 @@ def strip_blocks(page: Path) -> str:
 
 def list_tested_python() -> set[Path]:
     # the first by tests/export/test_docs.py
-    names = ("exporting", "figures", "large-collections", "predicting", "search", "tutorials/serve-a-model")
+    names = (
+        "distillation",
+        "exporting",
+        "figures",
+        "large-collections",
+        "predicting",
+        "search",
+        "tutorials/serve-a-model",
+    )
     guides = {ROOT / "docs" / f"{name}.md" for name in names}
     return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ZERO_SHOT_PAGE}
 

@@ -128,8 +128,9 @@ class RunOptions:
         dataset = relabel_dataset(open_dataset(data), self.relabel)
         if self.teacher is not None and not dataset.classes:
             raise DataError(
-                f"{dataset.name} has no labels, by which a student is validated and its outputs are named, at any"
-                " distillation.weight: sort the images into one folder per class, or list them with labels"
+                f"{dataset.name} has no labels, which name a student's outputs and validate it. The teacher's"
+                f" predictions may be the labels: `vitrail predict TEACHER {dataset.name} --top 1 --out labels.csv`,"
+                " then `vitrail distill TEACHER --data labels.csv --set distillation.weight=1`"
             )
         return dataset
 
