@@ -80,6 +80,6 @@ def test_what_a_student_cannot_learn_from_is_refused() -> None:
             settings={"distillation.weight": 1.0}, **SHORT,
         )  # fmt: skip
     with pytest.raises(UsageError, match="a model is a name, a path"):
-        vitrail.distill(5, "photos", "student.safetensors")  # type: ignore[arg-type]
+        vitrail.distill(5, "photos", "student.safetensors")
     with pytest.raises(DataError, match="has no labels, which name a student's outputs"):
         vitrail.distill(teacher, "photos/val/rose", "student.safetensors", **SHORT)
