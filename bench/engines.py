@@ -4,8 +4,9 @@
 
 The images are the folder's JPEG files, as bytes in Parquet files. Everyone computes with the same number of cores:
 predict with that many threads, its parts and the engines with that many processes of one thread. The processes of
-multiprocessing and Ray itself start before; those of parts start in each run, and their files are merged in it. Ray's actors start anew for each dataset and load the model, so each round first scores 128
-images, and the last column is without their time.
+multiprocessing and Ray itself start before; those of parts start in each run, and their files are merged in it. Ray's
+actors start anew for each dataset and load the model, so each round first scores 128 images, and the last column is
+without their time.
 """
 
 import argparse
