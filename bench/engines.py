@@ -1,18 +1,22 @@
-"""Images a second of one model over the same images: `vitrail predict`, Ray Data and multiprocessing with Scorers.
+"""Images a second of one model over the same images: `vitrail predict`, whole and in parts, Ray Data, multiprocessing.
 
     python bench/engines.py --images FOLDER --model MODEL [--count 512] [--rounds 3] [--workers 2]
 
 The images are the folder's JPEG files, as bytes in Parquet files. Everyone computes with the same number of cores:
-predict with that many threads, the engines with that many processes of one thread. The processes of multiprocessing and
-Ray itself start before. Ray's actors start anew for each dataset and load the model, so each round first scores 128
-images, and the last column is without their time.
+predict with that many threads, its parts and the engines with that many processes of one thread. The processes of
+multiprocessing and Ray itself start before; those of parts start in each run, and their files are merged in it. Ray's
+actors start anew for each dataset and load the model, so each round first scores 128 images, and the last column is
+without their time.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +51,27 @@ def run_predict(model: str, threads: int) -> Run:
     torch.set_num_threads(threads)
     trained = vitrail.load(model)
     return lambda folder: len(vitrail.predict(trained, str(folder), batch=BATCH, workers=threads, progress=False))
+
+
+def run_parts(model: str, parts: int) -> Run:
+    """`vitrail predict --part` in a process for each part, and `vitrail merge`."""
+
+    def run(folder: Path) -> int:
+        vitrail, environment = [sys.executable, "-m", "vitrail"], os.environ | {"OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryDirectory() as temporary:
+            out = f"{temporary}/rows.csv"
+            command = [*vitrail, "predict", model, str(folder), "--out", out, "--batch", str(BATCH), "--workers", "1"]
+            started = [
+                subprocess.Popen([*command, "--part", f"{part}/{parts}"], env=environment, stderr=subprocess.DEVNULL)
+                for part in range(1, parts + 1)
+            ]
+            assert [process.wait() for process in started] == [0] * parts
+            merged = subprocess.run(
+                [*vitrail, "merge", out, "--json"], env=environment, capture_output=True, check=True
+            )
+            return int(json.loads(merged.stdout)["images"])
+
+    return run
 
 
 def iterate_batches(folder: Path) -> Iterator[dict[str, Any]]:
@@ -118,6 +143,7 @@ def main() -> None:
         few = write_parquet(files[: 2 * BATCH], Path(temporary) / "few", parts=2)
         runs = {
             "vitrail predict": run_predict(model, options.workers),
+            "predict in parts": run_parts(model, options.workers),
             "multiprocessing": run_pool(pool, vitrail.Scorer(model, batch=BATCH)),
             "Ray Data": run_ray(ray, model, options.workers),
         }

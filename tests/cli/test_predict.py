@@ -921,5 +921,6 @@ def test_a_rank_predicts_a_part_of_its_own_where_it_is_told_so(
         assert f"r-0000{int(rank) + 1}-of-00002.csv" in err
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert vitrail("merge", "r.csv", capsys=capsys)[0] == 0
+    code, merged, _ = vitrail("merge", "r.csv", "--json", capsys=capsys)
+    assert (code, json.loads(merged)) == (0, {"written": "r.csv", "parts": 2, "images": 9, "failed": 1})
     assert [row["image"] for row in read_table(Path("r.csv"))] == sorted(map(str, pictures.rglob("*.jpg")))

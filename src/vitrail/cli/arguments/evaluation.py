@@ -96,6 +96,7 @@ class MergeArguments:
     """The files of the parts, such as rows-00001-of-00128.parquet. Default: those beside OUT."""
     overwrite: bool = False
     """Replace OUT."""
+    output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
