@@ -47,6 +47,8 @@ def test_teachers_and_students_may_be_runs_and_values() -> None:
     second = vitrail.distill(first, "photos", model=first, recipe=recipe, out="second", **SHORT)
     assert second.config["teacher"]["weights"] != first.config["teacher"]["weights"]
     assert second.config["model"]["name"] == first.trained.origin.name
+    assert f"(teacher: {first.trained.origin.name})" in second.trained.origin.name
+    assert "distillation of the kind soft, temperature 3, weight 0.5" in second.report.read_text(encoding="utf-8")
 
 
 def test_a_short_run_of_a_student_with_a_token_keeps_its_head() -> None:

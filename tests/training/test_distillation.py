@@ -230,7 +230,7 @@ def test_a_student_learns_the_digits_from_its_teacher_alone(teacher: Trained, tm
 
 
 def test_a_recipe_and_its_teacher_belong_together(teacher: Trained) -> None:
-    with pytest.raises(UsageError, match="a recipe with distillation is given a teacher"):
+    with pytest.raises(UsageError, match="a recipe with distillation needs a teacher"):
         build_run(teacher=teacher)
     with pytest.raises(UsageError, match="no distillation token"):
         build_run(

@@ -35,14 +35,8 @@ def list_reserved_settings(recipe: Recipe) -> Mapping[str, str]:
     return FINETUNE_RESERVED if recipe.model is None else TRAIN_RESERVED
 
 
-_SECTIONS = (
-    "optimizer",
-    "schedule",
-    "augment",
-    "masked",
-    "lora",
-    "distillation",
-)  # of a recipe, besides its model's settings
+_SECTIONS = ("optimizer", "schedule", "augment", "masked", "lora", "distillation")
+"""Of a recipe, besides its model's settings."""
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = {  # and what decides them
     "kind": "the preset decides it",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vitrail.config import BiTConfig, LoRAConfig, ViTConfig, from_json
+from vitrail.config import BiTConfig, DistillationConfig, LoRAConfig, ViTConfig, from_json
 from vitrail.evaluation.predictions import MIN_TOP5_CLASSES
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
@@ -188,6 +188,9 @@ def list_training_rows(facts: RunFacts) -> Iterator[FactRow]:
     optimizer, schedule = recipe["optimizer"], recipe["schedule"]
     yield "recipe", recipe["source"]
     yield "initial weights", "random" if config["model"] is None else facts.clean_text(config["model"]["name"])
+    if (teacher := config.get("teacher")) is not None:
+        method = from_json(DistillationConfig, recipe["distillation"]).summary
+        yield "teacher", f"{facts.clean_text(teacher['name'])}; {method}"
     steps, epochs = config["steps"], float(recipe["epochs"])
     if facts.replanned_steps:  # a time limit changed the plan during the run
         steps, epochs = facts.replanned_steps[-1][1], epochs * facts.replanned_steps[-1][1] / steps

@@ -366,13 +366,14 @@ def build_trained(run: TrainingRun, model: Model, step: int, steps: int) -> Trai
     """The weights after `step` of `steps` with everything needed to use them, and where they come from."""
     masked_config, initial = run.recipe.masked, run.initial_model
     description, inherited = "trained", Origin(format="vitrail", name="")
-    lora_config = run.recipe.lora
     if masked_config is not None:
         description = f"pre-trained without labels ({masked_config.kind}, {masked_config.target})"
     if initial is not None:
         description, inherited = f"{initial.origin.name}, fine-tuned", initial.origin
-    if lora_config is not None:
-        description += f" with {lora_config.summary}"
+    if run.recipe.lora is not None:
+        description += f" with {run.recipe.lora.summary}"
+    if run.teacher is not None:
+        description += f" (teacher: {run.teacher.origin.name})"
     origin = Origin(
         format="vitrail",
         name=f"{description} on {run.dataset.name}, step {step} of {steps}",
