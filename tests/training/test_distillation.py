@@ -27,7 +27,9 @@ from vitrail.training.distillation import (
     check_teacher,
     convert_images,
 )
+from vitrail.training.losses import softmax_cross_entropy
 from vitrail.training.run_execution import RunOptions, _print_run_notes
+from vitrail.training.step import _compute_gradients, _compute_loss
 from vitrail.training.time_estimate import _compute_state_bytes, _count_teacher_flops
 from vitrail.training.training_run import TrainingRun
 from vitrail.weights.trained import Trained
@@ -197,8 +199,6 @@ def test_a_stopped_student_resumes_to_the_same_bits_and_the_teacher_stays_as_it_
 
 
 def test_only_the_student_gets_gradients_and_parts_of_a_batch_give_the_same_loss(teacher: Trained) -> None:
-    from vitrail.training.step import _compute_gradients
-
     run = build_student_run(teacher, "token")
     state = run.build_state()
     size = run.preprocess.size
@@ -217,6 +217,20 @@ def test_only_the_student_gets_gradients_and_parts_of_a_batch_give_the_same_loss
     assert not {id(p) for p in state.distillation.model.parameters()} & {
         id(p) for group in state.optimizer.param_groups for p in group["params"]
     }
+
+
+def test_a_step_weighs_the_labels_of_a_students_classes(teacher: Trained) -> None:
+    """Weights of 3 add twice the labels' part of the loss, and nothing of the teacher's."""
+    plain = build_student_run(teacher, "soft", weight=0.25)
+    images = torch.randn(8, 1, *plain.preprocess.size, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(8) % 10
+    losses = []
+    for run in (plain, dataclasses.replace(plain, class_weights=(3.0,) * 10)):
+        state = run.build_state()
+        state.model.eval()
+        losses.append(float(_compute_loss(state, images, targets, run.recipe, is_full_step=True).detach()))
+    own = softmax_cross_entropy(state.model(images), targets, plain.recipe.label_smoothing)
+    assert losses[1] - losses[0] == pytest.approx(0.75 * 2 * float(own.detach()), rel=1e-4)
 
 
 def test_a_student_learns_the_digits_from_its_teacher_alone(teacher: Trained, tmp_path: Path) -> None:
@@ -240,9 +254,9 @@ def test_a_recipe_and_its_teacher_belong_together(teacher: Trained) -> None:
 
 
 def build_short_run(teacher: Trained, kind: str, **changes: Any) -> TrainingRun:
-    """Four steps of 101 digits and one of 4, mixed, with an average of weights; what differs by rank is off."""
+    """Steps of 101 digits and a last one of 1, mixed, with an average of weights; what differs by rank is off."""
     run = build_student_run(teacher, kind)
-    recipe = dataclasses.replace(run.recipe, batch=101, epochs=408 / 1439, dropout=0.0, stochastic_depth=0.0)
+    recipe = dataclasses.replace(run.recipe, batch=101, epochs=405 / 1439, dropout=0.0, stochastic_depth=0.0)
     recipe = dataclasses.replace(recipe, optimizer=SGD, schedule=ScheduleConfig(warmup=2))
     return dataclasses.replace(run, **{"recipe": recipe} | changes)
 
@@ -257,7 +271,7 @@ def build_short_run(teacher: Trained, kind: str, **changes: Any) -> TrainingRun:
     ],
 )
 def test_two_ranks_compute_what_one_does(kind: str, changes: dict[str, Any], teacher: Trained, tmp_path: Path) -> None:
-    """In the last step some parts of a rank have no image."""
+    """In the last step one rank has no image."""
     run_training(build_short_run(teacher, kind), tmp_path / "one")
 
     def work(group: ProcessGroup) -> None:

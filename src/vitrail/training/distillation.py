@@ -142,7 +142,9 @@ def check_run(run: "TrainingRun") -> None:
     config, teacher = run.recipe.distillation, run.teacher
     if config is None or teacher is None:
         if config is not None or teacher is not None:
-            raise UsageError("a recipe with distillation needs a teacher, and no other takes one: `vitrail distill TEACHER`")
+            raise UsageError(
+                "a recipe with distillation needs a teacher, and no other takes one: `vitrail distill TEACHER`"
+            )
         return
     if run.loss_function is not None:
         raise UsageError("a loss of your own does not know the teacher: omit `loss`")
