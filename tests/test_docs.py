@@ -155,7 +155,8 @@ DIFFERENT_KEYWORDS = {
     "penalty": "--lambda",
 }
 FOR_TERMINALS = {
-    "dry_run", "number_of_runs", "json", "row_format", "embed", "features", "normalize", "attention", "fetch_urls",
+    "dry_run", "number_of_runs", "json", "row_format", "embed", "features", "normalize", "float16", "attention",
+    "fetch_urls", "part", "sbatch",
 }  # fmt: skip
 
 
