@@ -12,7 +12,7 @@ from tests import text_towers
 from tests.data.image_files import write_image_folder
 from tests.network import has_namespaces, run_watched
 from tests.test_readme import list_watched_commands
-from vitrail.cli import COMMANDS
+from vitrail.cli import COMMANDS, main
 from vitrail.config import PreprocessConfig
 
 OTHERS = {  # what no page of tests/test_readme.py shows, the extras among it, and how it ends
@@ -31,9 +31,33 @@ OTHERS = {  # what no page of tests/test_readme.py shows, the extras among it, a
     "convert tiny.safetensors tiny.xml --to openvino": 0,
     "convert tiny.safetensors tiny.pt2 --to torch-export": 0,
     "convert tiny.safetensors measured.safetensors --measure photos": 0,  # by torch and by OpenVINO
+    "merge rows.csv": 0,
+    "index features.npy --out new.index": 0,
+    "search photos.index photos --top 2": 0,
+    "data suspects photos --model tiny.safetensors --folds 2 --split train --out suspects": 0,
+    "study paper": 0,
+    "study table": 0,
+    "distill tiny.safetensors --model tiny.safetensors --data photos --set distillation.kind=features --epochs 1"
+    " --batch 4 --warmup 1 --out runs/student": 0,
+    "study resolution --data photos --plan": 0,  # it is run in tests/cli/test_paper_study.py
+    **{
+        f"study {name} --data imagenet21k": 0
+        for name in ("data-size", "compute", "size", "positions", "head", "shape", "optimizer")
+    },
     "zero-shot tiny.safetensors labels.txt --text-vectors texts.npy --scale 100": 0,  # a text tower is run below
 }
 REMOTE = {"data get", "serve"}  # one is given a remote name; the other listens, once (tests/cli/test_serve.py)
+
+
+def prepare_rows(verb: str, folder: Path) -> None:
+    """What commands before this one write."""
+    predict = ["predict", f"{folder}/tiny.safetensors", f"{folder}/photos", "--device", "cpu"]
+    if verb == "merge":
+        assert main([*predict, "--part", "1/1", "--out", f"{folder}/rows.csv"]) == 0
+    if verb in ("index", "search"):
+        assert main([*predict, "--embed", "--out", f"{folder}/features.npy"]) == 0
+    if verb == "search":
+        assert main(["index", f"{folder}/features.npy", "--out", f"{folder}/photos.index"]) == 0
 
 
 @pytest.mark.attack
@@ -47,6 +71,7 @@ def test_no_command_or_extra_reaches_for_the_network(
     write_image_folder(tmp_path / "photos", "train", "val", "test", each=4)
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
     np.save(tmp_path / "texts.npy", np.eye(2, 32))
+    prepare_rows(command.partition(" ")[0], tmp_path)
     ended = run_watched(["-m", "vitrail", *shlex.split(command)], tmp_path)
     assert ended.code == OTHERS[command], ended.err
     assert not ended.contacts

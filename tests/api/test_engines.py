@@ -3,15 +3,12 @@
 A worker is killed in the middle, and no row is lost or changed.
 """
 
-import contextlib
 import functools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,68 +77,35 @@ def check_rows(rows: list[dict[str, Any]], columns: dict[str, list[Any]], model:
             np.testing.assert_allclose(row["probabilities"], values, rtol=0 if exact else 1e-5)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Ray on this machine alone, with room for three actors and for tasks that read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        ray = peer("ray")
-        ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        yield ray
-        ray.shutdown()
-
-
-class KillOnce:
-    """A scorer that kills its process at the third batch of all, once: the file `marker` remembers it."""
-
-    def __init__(self, model: str, folder: str) -> None:
-        self.score, self.folder = vitrail.Scorer(model, top=2, column="pixels"), Path(folder)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        (self.folder / f"batch-{batch['number'][0]}-{os.getpid()}").touch()
-        if len(list(self.folder.glob("batch-*"))) >= 3:
-            with contextlib.suppress(FileExistsError):
-                (self.folder / "marker").touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self.score(batch) | {"batch": np.full(len(batch["number"]), batch["number"][0])}
+def run_ray(name: str, folder: Path) -> None:
+    """Run one of tests/api/ray_runs.py."""
+    peer("ray")
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.api.ray_runs", name, str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.mark.slow
-def test_ray_loses_no_row_when_a_worker_is_killed(cluster: Any, tmp_path: Path) -> None:
+def test_ray_loses_no_row_when_a_worker_is_killed(tmp_path: Path) -> None:
     """Decoded by one process, scored by two, of which one dies; the numbers are those of predict to the bit."""
+    parquet = pytest.importorskip("pyarrow.parquet")
     columns, model = write_rows(tmp_path), str(tmp_path / "model.safetensors")
-    (tmp_path / "calls").mkdir()
-    pool, numpy = cluster.data.ActorPoolStrategy, {"batch_size": 4, "batch_format": "numpy"}
-    rows = (
-        cluster.data.read_parquet(str(tmp_path / "images"))
-        .repartition(15)  # so that both processes have work
-        .map_batches(vitrail.Decoder, fn_constructor_kwargs={"model": model}, compute=pool(size=1), **numpy)
-        .map_batches(
-            KillOnce,
-            fn_constructor_kwargs={"model": model, "folder": str(tmp_path / "calls")},
-            compute=pool(size=2),
-            **numpy,
-        )
-        .drop_columns(["pixels"])
-        .take_all()
-    )
+    run_ray("kill_a_worker", tmp_path)
     assert (tmp_path / "calls" / "marker").exists()
     assert len({path.name.split("-")[2] for path in (tmp_path / "calls").glob("batch-*")}) >= 2  # processes
-    check_rows(rows, columns, model, exact=True)
+    check_rows(parquet.read_table(tmp_path / "labels").to_pylist(), columns, model, exact=True)
 
 
 @pytest.mark.slow
-def test_the_ray_of_the_page_labels_and_embeds(cluster: Any, tmp_path: Path) -> None:
+def test_the_ray_of_the_page_labels_and_embeds(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     columns, model = write_rows(tmp_path), str(tmp_path / "model.safetensors")
     blocks = read_blocks("ray", tmp_path)
     assert len(blocks) == 2
-    exec("\n".join(blocks), {})
-    rows = parquet.read_table(tmp_path / "labels").to_pylist()
-    check_rows(rows, columns, model, exact=False)  # in whatever batches
+    (tmp_path / "page.py").write_text("\n".join(blocks), encoding="utf-8")
+    run_ray("run_page", tmp_path)
+    check_rows(parquet.read_table(tmp_path / "labels").to_pylist(), columns, model, exact=False)  # in whatever batches
     features = {row["path"]: row["features"] for row in parquet.read_table(tmp_path / "features").to_pylist()}
     good = [path for number, path in enumerate(columns["path"]) if number != BAD]
     np.testing.assert_allclose([features[path] for path in good], vitrail.embed(model, good), atol=1e-5)

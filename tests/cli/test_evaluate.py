@@ -242,7 +242,7 @@ def test_a_run_that_held_out_another_share_is_not_measured_on_images_it_was_trai
     own = write_image_folder(tmp_path / "own", classes=CLASSES, each=10)
     run = ("finetune", str(own), "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.training.finetune.open_dataset", partial(open_dataset, holdout_fraction=0.2))
+        patch.setattr("vitrail.training.run_execution.open_dataset", partial(open_dataset, holdout_fraction=0.2))
         assert vitrail(*run, capsys=capsys)[0] == 0
     shutil.rmtree(tmp_path / "runs/finetune/checkpoints")  # as a study does
     code, _, error = vitrail("evaluate", "runs/finetune", str(own), "--workers", "0", capsys=capsys)

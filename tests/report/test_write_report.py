@@ -249,6 +249,6 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     assert "several labels" in page.sections["confusion"]
     assert "have exactly their labels predicted (exact match). F1" in " ".join(page.sections["result"].split())
     table = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
-    assert table[0] == "class,train_images,images,correct,recall,precision,predicted,f1,average_precision"
+    assert table[0] == "class,train_images,images,correct,recall,precision,predicted,f1,average_precision,threshold"
     assert len(table) == 4
     assert "A sigmoid for each class" in page.sections["forward-trace"]

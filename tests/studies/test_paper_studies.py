@@ -81,5 +81,11 @@ def test_hybrids_read_small_images_in_as_many_patches_as_vits() -> None:
     assert build_config(build_variant_recipe(full, full.variants[0])).patch == 1  # the paper's own
 
 
+def test_a_resnet_has_none_of_the_settings_of_the_papers_vits() -> None:
+    study = build_study("optimizer", ("bit-r50x1",), "vit-b16-i21k")
+    assert study.recipe.settings == {"hidden_head": True}
+    assert {str(build_variant_recipe(study, variant).settings) for variant in study.variants} == {"{}"}
+
+
 def test_architectures_are_named() -> None:
     assert [describe_architecture(name) for name in ("b16", "r50-b16", "bit-r50x1")] == ["ViT", "hybrid", "ResNet"]

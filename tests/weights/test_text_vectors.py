@@ -165,6 +165,7 @@ def test_a_missing_library_is_named(library: str, named: str, tmp_path: Path, mo
     if library == "open_clip":
         (tmp_path / "config.json").unlink()
         (tmp_path / "open_clip_config.json").write_text("{}")
+        (tmp_path / "model.safetensors").rename(tmp_path / "open_clip_model.safetensors")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UsageError, match=f"needs {library}: pip install {re.escape(named)}. Or .* --text-vectors FILE"):
         compute(tmp_path)

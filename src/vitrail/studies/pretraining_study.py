@@ -107,15 +107,22 @@ def plan_study(
 def build_variant_recipe(study: PretrainingStudy, variant: Variant, lr: float | None = None) -> Recipe:
     """The recipe of a variant, at a learning rate of its own if one is given."""
     recipe = recipes.override_settings(
-        dataclasses.replace(study.recipe, model=variant.model or study.recipe.model),
-        variant.settings,
-        recipes.ABLATION_RESERVED,
+        _choose_model(study.recipe, variant.model), variant.settings, recipes.ABLATION_RESERVED
     )
     recipe = _shrink_hybrid_patch(recipe)
     if variant.length != 1:
         recipe = scale_warmup(recipe, variant.length)
     optimizer = recipe.optimizer if lr is None else dataclasses.replace(recipe.optimizer, lr=lr)
     return dataclasses.replace(recipe, epochs=recipe.epochs * variant.length / variant.fraction, optimizer=optimizer)
+
+
+def _choose_model(recipe: Recipe, model: str | None) -> Recipe:
+    """The recipe for another preset; a ResNet has none of a ViT's settings, such as the paper's hidden head."""
+    if model is None:
+        return recipe
+    fields = {field.name for field in dataclasses.fields(presets.get_preset_config(model))}
+    settings = {name: value for name, value in recipe.settings.items() if name in fields}
+    return dataclasses.replace(recipe, model=model, settings=settings)
 
 
 def _shrink_hybrid_patch(recipe: Recipe) -> Recipe:
