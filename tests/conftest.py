@@ -17,7 +17,7 @@ A test that attacks (docs/reliability.md) is marked `attack`, asks for the fixtu
 `make attack` runs all of them, those that are marked `soak` too, and prints the table of their outcomes.
 """
 
-import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -139,6 +139,12 @@ needs_index = pytest.mark.skipif(
 def peer(name: str) -> ModuleType:
     """A library to compare with, or a skip that says how to get it."""
     return pytest.importorskip(name, reason=f"{name} is not installed: `make peers` installs it for comparison")
+
+
+def require_peer(name: str) -> None:
+    """Skip without a library that child processes import: in this one it would leave threads, and tests fork."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: `make peers` installs it for comparison")
 
 
 @pytest.fixture(autouse=True)

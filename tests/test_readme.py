@@ -19,7 +19,7 @@ import pytest
 
 import vitrail
 from tests import text_towers
-from tests.conftest import peer
+from tests.conftest import require_peer
 from tests.data.image_files import make_image, write_image_folder
 from tests.inference.feature_rows import make_features, write_parquet
 from tests.network import run_watched
@@ -291,7 +291,7 @@ def test_the_python_of_the_page_on_distillation_trains_a_student(place: Path) ->
 def test_other_search_engines_read_the_parquet_of_features(name: str, number: int, tmp_path: Path) -> None:
     """Each finds what the index finds: the example on its page asks for the neighbors of the first row."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install '.[parquet]'")
-    peer(name)
+    require_peer(name)
     names, features = [f"{number}.jpg" for number in range(60)], make_features(0, 60)
     write_parquet(tmp_path / "features.parquet", names, features, ["", "truncated"] + [""] * 58)
     vitrail.index(tmp_path / "features.parquet", tmp_path / "index", dtype="float32", progress=False)

@@ -50,7 +50,7 @@ class Scorer:
 
     - `label` and `probability`, or with `top` above 1 `labels` and `probabilities`, lists with the likeliest first;
     - with `features`, `features` instead: float32 (n, D), NaN where there are none;
-    - `error`: why an image cannot be read, else None. One bad image is never an exception.
+    - `error`: why an image cannot be read, else empty. One bad image is never an exception.
 
     A cell is the bytes of an image file, a path or URL, an array uint8 (H, W, 3), a struct of bytes and path, or a
     model input of a `Decoder`. The model is loaded at the first call in a process, and pickling leaves it out.
@@ -114,7 +114,7 @@ class Scorer:
                 items = [PredictionItem(image) for image, _ in loaded]
                 rows += start_rows(classifier, LoadedBatch(items, (pixels,), errors), settings)()
         columns = self._collect_features(rows, classifier) if self.options.embed else self._collect_labels(rows)
-        return _add_columns(batch, columns | {ERROR: _make_column([row.error or None for row in rows])})
+        return _add_columns(batch, columns | {ERROR: _make_column([row.error for row in rows])})
 
     def _collect_labels(self, rows: Sequence[PredictionRow]) -> dict[str, NDArray[Any]]:
         if self.top > 1:
@@ -142,7 +142,7 @@ class Decoder:
     """Model inputs for batches of rows: decoding as a step of its own, for workers without a GPU.
 
     It replaces the column of images by `pixels`, uint8 (n, 3, S, S) as the model's preprocessing has it, and adds
-    `error`: why an image cannot be read, else None. A `Scorer` with column="pixels" takes both. Batches and cells are
+    `error`: why an image cannot be read, else empty. A `Scorer` with column="pixels" takes both. Batches and cells are
     those of `Scorer`.
 
         decode = vitrail.Decoder("model.safetensors", column="bytes")
@@ -167,7 +167,7 @@ class Decoder:
         preprocess, channels = _load_preprocess(self.model, _stamp(self.model))
         loader, images = InputLoader(preprocess, channels), _list_images(batch, self.column)
         pixels = np.zeros((len(images), channels, *preprocess.size), dtype=np.uint8)
-        errors: list[str | None] = [None] * len(images)
+        errors = [""] * len(images)  # no nulls: a batch of nulls alone has no type that engines could join
         for loaded in workers.prefetch_batches(functools.partial(_load, loader), [images], self.threads):
             for index, (_, inputs) in enumerate(loaded):
                 if isinstance(inputs, DataError):

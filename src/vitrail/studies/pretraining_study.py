@@ -117,12 +117,14 @@ def build_variant_recipe(study: PretrainingStudy, variant: Variant, lr: float | 
 
 
 def _choose_model(recipe: Recipe, model: str | None) -> Recipe:
-    """The recipe for another preset; a ResNet has none of a ViT's settings, such as the paper's hidden head."""
+    """The recipe for another preset; a ResNet has no dropout and none of a ViT's settings, such as the hidden head."""
     if model is None:
         return recipe
-    fields = {field.name for field in dataclasses.fields(presets.get_preset_config(model))}
+    config = presets.get_preset_config(model)
+    fields = {field.name for field in dataclasses.fields(config)}
     settings = {name: value for name, value in recipe.settings.items() if name in fields}
-    return dataclasses.replace(recipe, model=model, settings=settings)
+    recipe = dataclasses.replace(recipe, model=model, settings=settings)
+    return dataclasses.replace(recipe, dropout=0.0, stochastic_depth=0.0) if isinstance(config, BiTConfig) else recipe
 
 
 def _shrink_hybrid_patch(recipe: Recipe) -> Recipe:
