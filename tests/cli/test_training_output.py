@@ -28,7 +28,8 @@ def test_every_option_of_a_command_reaches_the_run() -> None:
     options = training_output.build_command_options(FinetuneOptions, arguments)
     groups = dataclasses.asdict(folder) | dataclasses.asdict(compute) | dataclasses.asdict(learning)
     del groups["dry_run"]
-    assert dataclasses.asdict(options.run) == groups | {"loss_function": None, "must_resume": False}
+    others = {"loss_function": None, "must_resume": False, "teacher": None}  # of Python, and of `distill`
+    assert dataclasses.asdict(options.run) == groups | others
     assert options.overrides == RecipeOverrides(epochs=2, batch=3, lr=0.1, warmup=4)
     assert options.trainable_layers == 7
 
