@@ -239,6 +239,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         result = measure(options, Path(folder))
     both = 1 / (1 / result["network_images_per_second"] + 1 / result["decoding_images_per_second"])
