@@ -7,6 +7,9 @@ import pytest
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
+from tests.data.image_files import write_image_folder
+from vitrail.cli import paper_study
+from vitrail.cli.arguments.studies import PaperStudyArguments
 from vitrail.studies.paper_studies import PAPER_STUDIES
 
 
@@ -42,3 +45,24 @@ def test_a_study_pretrains_transfers_and_continues(
     assert code == 0, err
     assert "started on" not in err  # every cell is done
     assert "the paper: section 3.2" in again
+
+
+def test_val_is_the_test_of_transfer_where_there_is_no_other(tmp_path: Path, capsys: Capture) -> None:
+    """As for Tiny-ImageNet and ImageNet as they are stored: what is fine-tuned is not chosen on what measures it."""
+    data = write_image_folder(tmp_path / "photos", "train", "val", each=20)
+    arguments = PaperStudyArguments(data=str(data))
+    plain, transfer = paper_study._open_data("resolution", arguments)
+    assert (plain.images, plain.val_is_test) == ({"train": 40, "val": 40}, False)
+    assert transfer.val_is_test
+    assert transfer.cell_data == {"name": str(data), "share": 0.1, "val_is_test": True}
+    assert transfer.images["test"] == 40
+    assert transfer.images["train"] + transfer.images["val"] == 40
+    assert paper_study._open_data("positions", arguments)[1].cell_data == {"name": str(data), "share": 0.1}
+
+
+def test_a_recipe_for_more_images_warms_up_for_fewer_steps_unless_they_are_set(capsys: Capture) -> None:
+    short = paper_study._choose_recipe(PaperStudyArguments(data="photos"), images=2_000)
+    assert short.schedule.warmup < 2_000 * 30 / 512 / 4
+    assert "warm-up of 500 steps is for a larger dataset" in capsys.readouterr().err
+    fixed = paper_study._choose_recipe(PaperStudyArguments(data="photos", settings=("warmup=7",)), images=2_000)
+    assert fixed.schedule.warmup == 7

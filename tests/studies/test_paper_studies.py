@@ -6,27 +6,17 @@ import pytest
 
 from vitrail.recipes import get_recipe
 from vitrail.studies.paper_studies import PAPER_STUDIES, describe_architecture
-from vitrail.studies.pretraining_study import PretrainingStudy, build_variant_recipe
+from vitrail.studies.pretraining_study import PretrainingStudy, StudyData, build_variant_recipe, plan_study
 from vitrail.training.plan import build_config
 
 
-def build_study(name: str, models: tuple[str, ...] = (), recipe: str = "tiny-imagenet-study") -> PretrainingStudy:
-    values = PAPER_STUDIES[name]
-    return PretrainingStudy(
-        study=name,
-        data="tiny-imagenet",
-        dataset="tiny-imagenet",
-        images={"train": 100_000, "val": 10_000},
-        classes=200,
-        transfer_data="cifar10",
-        transfer_images=50_000,
-        recipe=get_recipe(recipe),
-        variants=values.build_variants(models or values.models),
-        few_shot=values.few_shot,
-        transfers=values.transfers,
-        transfer_epochs=10,
-        runs=values.runs,
-        seed=0,
+def build_study(
+    name: str, models: tuple[str, ...] = (), recipe: str = "tiny-imagenet-study", *, runs: int = 3
+) -> PretrainingStudy:
+    tiny = StudyData(name="tiny-imagenet", title="Tiny", images={"train": 100_000, "val": 10_000}, classes=200)
+    cifar = StudyData(name="cifar10", title="CIFAR", images={"train": 50_000, "test": 10_000}, classes=10, share=0.02)
+    return plan_study(
+        name, models, get_recipe(recipe), tiny, cifar, transfer_epochs=10, runs=runs, seed=0, micro_batches=1
     )
 
 
@@ -35,15 +25,15 @@ def test_every_variant_is_a_model_that_can_be_trained_and_no_two_are_the_same(na
     study = build_study(name)
     assert len({variant.name for variant in study.variants}) == len(study.variants)
     recipes = [build_variant_recipe(study, variant) for variant in study.variants]
-    configs = [build_config(recipe, study.classes) for recipe in recipes]
+    configs = [build_config(recipe, study.data.classes) for recipe in recipes]
     keys = {
         (str(config), str(recipe.optimizer), str(recipe.augment), recipe.epochs)
         for config, recipe in zip(configs, recipes, strict=True)
     }
     repeated = 4 if name == "shape" else 0  # the model as it is stands in each of five curves
     assert len(keys) == len(study.variants) - repeated
-    if PAPER_STUDIES[name].baseline:
-        assert PAPER_STUDIES[name].baseline in {variant.name for variant in study.variants}
+    baselines = [variant.name for variant in study.variants if PAPER_STUDIES[name].is_baseline(variant)]
+    assert baselines == ([PAPER_STUDIES[name].baseline] if PAPER_STUDIES[name].baseline else [])
 
 
 @pytest.mark.parametrize("name", ["data-size", "size"])

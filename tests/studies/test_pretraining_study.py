@@ -1,6 +1,5 @@
 """Studies of pre-training: their cells, the choice of learning rates, and comparisons seed by seed."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from vitrail.errors import CellsError
 from vitrail.evaluation.statistics import paired_interval
 from vitrail.studies import pretraining_study
 from vitrail.studies.grid_cell import reset_positions, take_fraction_of_train
-from vitrail.studies.paper_studies import PAPER_STUDIES
 
 
 def result(stage: str, variant: str, **fields: Any) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def result(stage: str, variant: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_rates_are_tried_once_and_the_best_on_val_is_used_by_every_seed() -> None:
-    study = dataclasses.replace(build_study("head"), runs=2)
+    study = build_study("head", runs=2)
     cells = pretraining_study.list_rate_cells(study)
     assert [(cell.result_fields["variant"], cell.recipe.optimizer.lr) for cell in cells[:3]] == [
         ("class token", 3e-4),
@@ -42,7 +40,10 @@ def test_rates_are_tried_once_and_the_best_on_val_is_used_by_every_seed() -> Non
     final = pretraining_study.list_pretraining_cells(study, rates)
     assert [cell.seed for cell in final] == [0, 0, 0, 1, 1, 1]
     assert {cell.recipe.optimizer.lr for cell in final} == {3e-3}
-    assert all(cell.keep_weights and cell.few_shot == {"data": "cifar10", "share": 0.1, "shots": 5} for cell in final)
+    assert all(
+        cell.keep_weights and cell.few_shot == {"data": {"name": "cifar10", "share": 0.02}, "shots": 5}
+        for cell in final
+    )
     diverged = [dict(each, status="diverged") if each["variant"] == "class token" else each for each in tried]
     with pytest.raises(CellsError, match="class token diverged"):
         pretraining_study.choose_rates(study, diverged)
@@ -68,7 +69,7 @@ def test_variants_are_compared_with_the_baseline_seed_by_seed() -> None:
         for name, accuracies in values.items()
         for seed, top1 in enumerate(accuracies)
     ]
-    summary = pretraining_study.summarize_study(study, PAPER_STUDIES["positions"], results)
+    summary = pretraining_study.summarize_study(study, results)
     assert summary["variants"]["none"]["measures"]["5-shot"]["n"] == 3
     by_name = {(each["variant"], each["measure"]): each for each in summary["comparisons"]}
     assert by_name["none", "val"]["difference"] == pytest.approx(-0.29 / 3)
@@ -76,6 +77,21 @@ def test_variants_are_compared_with_the_baseline_seed_by_seed() -> None:
     low, high = by_name["none", "val"]["interval"]
     expected = stats.t.interval(0.95, 2, loc=-0.29 / 3, scale=stats.sem([-0.10, -0.09, -0.10]))
     assert (low, high) == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_models_variants_are_compared_with_its_own_baseline() -> None:
+    study = build_study("positions", ("ti8", "s8"))
+    results = [
+        result("pretrain", variant.name, top1=0.5 if variant.model == "ti8" else 0.7, few_shot=0.1, lr=1e-3)
+        for variant in study.variants
+    ]
+    comparisons = pretraining_study.summarize_study(study, results)["comparisons"]
+    assert len(comparisons) == 2 * 7 * 2  # models, variants beside the baseline, measures
+    assert {each["difference"] for each in comparisons} == {0.0}
+    assert {(each["variant"][:3], each["baseline"]) for each in comparisons} == {
+        ("ti8", "ti8: 1-D"),
+        ("s8:", "s8: 1-D"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,9 @@ class StudyOptions:
     seed: Number = 0
     """Random seed of the first run."""
     device: Annotated[str | None, arg(metavar="DEVICE")] = None
-    """cpu, cuda:1 or the like. Default: all GPUs; each computes one run at a time."""
+    """cpu, cuda:1 or the like. Default: all GPUs."""
+    parallel: Number = 1
+    """Runs at once on each device: several small models fill a large GPU better than one."""
     workers: OptionalNumber = None
     """Processes of each run that decode images. Default: the cores, divided among the runs."""
     micro_batches: Number = 1

@@ -1,24 +1,24 @@
 """`vitrail study data-size|compute|size|resolution|positions|head|shape|optimizer`: the paper's experiments, small."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vitrail import recipes
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.studies import PaperStudyArguments
-from vitrail.cli.study import choose_study_folder, format_accuracy
+from vitrail.cli.study import choose_study_folder, format_accuracy, make_runner
 from vitrail.config import Recipe, to_json
-from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError
 from vitrail.formatting import format_count, pluralize
-from vitrail.runtime.workers import count_available_cores
-from vitrail.studies import grid, pretraining_study
-from vitrail.studies.grid import CellResult
-from vitrail.studies.paper_studies import PAPER_STUDIES, PaperStudy
-from vitrail.studies.pretraining_study import VAL_SHARE, PretrainingStudy
+from vitrail.studies import grid, pretraining_study, sweep
+from vitrail.studies.grid import Cell, CellResult
+from vitrail.studies.paper_studies import PAPER_STUDIES
+from vitrail.studies.pretraining_study import VAL_SHARE, PretrainingStudy, StudyData
 from vitrail.training.dataset_checks import check_classes
-from vitrail.training.recipe_overrides import RecipeOverrides, choose_loss, override_recipe
+from vitrail.training.recipe_overrides import RecipeOverrides, override_recipe, shorten_warmup
 from vitrail.visualization import plots
 
 _DEFAULT_RECIPES = {"imagenet": "vit-b16-imagenet", "imagenet21k": "vit-b16-i21k", "jft": "vit-b16-jft"}
@@ -27,29 +27,30 @@ _CLASS_COUNTS = {"imagenet": 1000, "imagenet21k": 21_841, "jft": 18_291}
 
 def run_study(name: str, arguments: PaperStudyArguments) -> None:
     """Run the study, or print its plan."""
-    paper_study = PAPER_STUDIES[name]
-    recipe = _choose_recipe(arguments)
-    if arguments.plan or arguments.data in _DEFAULT_RECIPES:
-        _print_plan(name, paper_study, recipe, arguments)
-        return
-    dataset, transfer = _open(arguments.data), _open(arguments.transfer_data or arguments.data)
+    is_plan = arguments.plan or arguments.data in _DEFAULT_RECIPES
+    if is_plan:
+        data = transfer_data = _describe_known_data(arguments.data)
+    else:
+        data, transfer_data = _open_data(name, arguments)
     planned = pretraining_study.plan_study(
         name,
-        paper_study,
-        _split_models(arguments.models),
-        choose_loss(recipe, dataset),
-        (arguments.data, dataset),
-        (arguments.transfer_data or arguments.data, transfer),
+        tuple(model for text in arguments.models for model in text.split(",") if model),
+        _choose_recipe(arguments, data.images["train"]),
+        data,
+        transfer_data,
         transfer_epochs=arguments.transfer_epochs,
-        runs=arguments.number_of_runs,
-        seed=arguments.seed,
-        micro_batches=arguments.micro_batches,
+        runs=arguments.study.number_of_runs,
+        seed=arguments.study.seed,
+        micro_batches=arguments.study.micro_batches,
     )
-    folder = choose_study_folder(arguments.out, name, arguments.data)
+    if is_plan:
+        _print_plan(planned, arguments)
+        return
+    folder = choose_study_folder(arguments.study.out, name, arguments.data)
     with grid.open_study(folder, to_json(planned)) as lock:
-        results = _run_stages(planned, folder, lock, arguments)
-        summary = pretraining_study.summarize_study(planned, paper_study, results)
-        plot_summary(summary, paper_study, folder / "study.png")
+        results = _run_stages(planned, folder, make_runner(folder, lock, arguments.study))
+        summary = pretraining_study.summarize_study(planned, results)
+        _plot_summary(summary, folder / "study.png")
         if arguments.output.json:
             output.print_json(summary | {"folder": str(folder)})
         else:
@@ -67,75 +68,82 @@ run_shape = partial(run_study, "shape")
 run_optimizer = partial(run_study, "optimizer")
 
 
-def _choose_recipe(arguments: PaperStudyArguments) -> Recipe:
-    name = arguments.recipe or _DEFAULT_RECIPES.get(arguments.data, "tiny-imagenet-study")
-    recipe = recipes.load_recipe(name)
+def _choose_recipe(arguments: PaperStudyArguments, images: int) -> Recipe:
+    """The recipe of all variants, with the warm-up that fits so many images unless it is set."""
+    recipe = recipes.load_recipe(arguments.recipe or _DEFAULT_RECIPES.get(arguments.data, "tiny-imagenet-study"))
     recipe = override_recipe(recipe, RecipeOverrides(epochs=arguments.epochs, batch=arguments.batch))
+    recipe = shorten_warmup(recipe, images, output.print_note, option="--set warmup=STEPS")
     return recipes.override_settings(recipe, arguments.settings, recipes.ABLATION_RESERVED)
 
 
-def _split_models(models: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, which may be joined by commas."""
-    return tuple(name for text in models for name in text.split(",") if name)
-
-
-def _open(data: str) -> Dataset:
-    dataset = open_dataset(data, holdout_fraction=VAL_SHARE)
+def _open_data(name: str, arguments: PaperStudyArguments) -> tuple[StudyData, StudyData]:
+    """The dataset to pre-train on, and the one to transfer to; what is fine-tuned is measured on test."""
+    dataset = open_dataset(arguments.data, holdout_fraction=VAL_SHARE)
     training_output.print_dataset_notes(dataset)
     check_classes(dataset)
     for part in ("train", "val"):
         if part not in dataset.splits:
             raise DataError(f"{dataset.name} has no {part}; a study trains on train and chooses on val")
-    return dataset
+    if dataset.multi_label:
+        raise DataError(f"{dataset.name} has several labels per image, and a study compares accuracies")
+    data = pretraining_study.describe_data(arguments.data, dataset)
+    paper_study, other = PAPER_STUDIES[name], arguments.transfer_data or arguments.data
+    if not paper_study.transfers and other == arguments.data:
+        return data, data
+    transfer_dataset, share = sweep.open_sweep_dataset(other)
+    training_output.print_dataset_notes(transfer_dataset)
+    check_classes(transfer_dataset)
+    val_is_test = sweep.is_val_test(transfer_dataset)
+    return data, pretraining_study.describe_data(other, transfer_dataset, share, val_is_test=val_is_test)
+
+
+def _describe_known_data(name: str) -> StudyData:
+    """A dataset to plan for: opened, or known by its size."""
+    if name in _DEFAULT_RECIPES:
+        images = {"train": recipes.TRAIN_IMAGE_COUNTS[name]}
+        return StudyData(name=name, title=name, images=images, classes=_CLASS_COUNTS[name])
+    dataset = open_dataset(name, holdout_fraction=VAL_SHARE)
+    if "train" not in dataset.splits:
+        raise DataError(f"{dataset.name} has no train split to plan for")
+    return pretraining_study.describe_data(name, dataset)
 
 
 def _run_stages(
-    planned: PretrainingStudy, folder: Any, lock: tuple[int, ...], arguments: PaperStudyArguments
+    planned: PretrainingStudy, folder: Path, run: Callable[[Sequence[Cell]], list[CellResult]]
 ) -> list[CellResult]:
     """The results of all cells: learning rates, pre-training, transfer."""
-    grid.check_positive(parallel=arguments.parallel)
-    devices = grid.list_devices(arguments.device, arguments.parallel)
-    default = max(0, count_available_cores() // len(devices) - 1)
-    workers = default if arguments.workers is None else arguments.workers
-
-    def run(cells: list[grid.Cell]) -> list[CellResult]:
-        results = grid.run_cells(cells, folder, lock=lock, devices=devices, workers=workers, notify=output.print_note)
-        return list(results.values())
-
     tried = run(pretraining_study.list_rate_cells(planned))
     rates = pretraining_study.choose_rates(planned, tried)
     trained = run(pretraining_study.list_pretraining_cells(planned, rates))
     return [*tried, *trained, *run(pretraining_study.list_transfer_cells(planned, folder, trained))]
 
 
-def plot_summary(summary: dict[str, Any], paper_study: PaperStudy, path: Any) -> None:
-    """Draw the last measure of each variant: over the study's axis, or as bars."""
+def _plot_summary(summary: dict[str, Any], path: Path) -> None:
+    """Draw the last measure of each variant over the study's axis, or all measures as bars."""
     variants = {name: facts for name, facts in summary["variants"].items() if facts["measures"]}
     if not variants:
         return
-    measure = list(next(iter(variants.values()))["measures"])[-1]
-    title = f"{summary['study']}: {measure}, {summary['dataset']}"
-    if not paper_study.x_name:
-        measures = list(next(iter(variants.values()))["measures"])
+    measures = list(next(iter(variants.values()))["measures"])
+    points = {
+        measure: {name: facts["measures"][measure] for name, facts in variants.items() if measure in facts["measures"]}
+        for measure in measures
+    }
+    title = f"{summary['study']}, {summary['dataset']}"
+    if not summary["x_name"]:
         groups = {
-            measure: {
-                name: (facts["measures"][measure]["mean"], facts["measures"][measure]["std"])
-                for name, facts in variants.items()
-                if measure in facts["measures"]
-            }
-            for measure in measures
+            measure: {name: (point["mean"], point["std"]) for name, point in by_name.items()}
+            for measure, by_name in points.items()
         }
-        plots.plot_accuracy_bars(groups, path, title=f"{summary['study']}, {summary['dataset']}")
+        plots.plot_accuracy_bars(groups, path, title=title)
         return
     curves: dict[str, list[tuple[float, float, float | None]]] = {}
-    for facts in variants.values():
-        if measure in facts["measures"]:
-            mean, deviation = facts["measures"][measure]["mean"], facts["measures"][measure]["std"]
-            curves.setdefault(facts["curve"], []).append((facts["x"], mean, deviation))
-    plots.plot_accuracy_curves(curves, path, title=title, x_name=paper_study.x_name)
+    for name, point in points[measures[-1]].items():
+        curves.setdefault(variants[name]["curve"], []).append((variants[name]["x"], point["mean"], point["std"]))
+    plots.plot_accuracy_curves(curves, path, title=f"{title}: {measures[-1]}", x_name=summary["x_name"])
 
 
-def _print_summary(summary: dict[str, Any], figure: Any) -> None:
+def _print_summary(summary: dict[str, Any], figure: Path) -> None:
+    print(f"{summary['question']}\n")
     measures = list(dict.fromkeys(name for facts in summary["variants"].values() for name in facts["measures"]))
     rows = [("variant", "parameters", "training images", "exaFLOPs", *measures)]
     for name, facts in summary["variants"].items():
@@ -153,30 +161,21 @@ def _print_summary(summary: dict[str, Any], figure: Any) -> None:
     print(f"\nthe paper: {summary['paper']}\nexpected:  {summary['expectation']}\n({figure})")
 
 
-def _print_plan(name: str, paper_study: PaperStudy, recipe: Recipe, arguments: PaperStudyArguments) -> None:
-    """Print what the pre-training runs take."""
-    images, classes = _count_images(arguments.data)
-    planned = PretrainingStudy(
-        study=name,
-        data=arguments.data,
-        dataset=arguments.data,
-        images={"train": images},
-        classes=classes,
-        transfer_data=arguments.transfer_data or arguments.data,
-        transfer_images=images,
-        recipe=recipe,
-        variants=paper_study.build_variants(_split_models(arguments.models) or paper_study.models),
-        few_shot=paper_study.few_shot,
-        transfers=paper_study.transfers,
-        transfer_epochs=arguments.transfer_epochs,
-        runs=paper_study.runs if arguments.number_of_runs is None else arguments.number_of_runs,
-        seed=arguments.seed,
-    )
-    rows = pretraining_study.plan_cost(planned, arguments.gpu)
+def _print_plan(planned: PretrainingStudy, arguments: PaperStudyArguments) -> None:
+    """Print what the pre-training runs take; transfer is left out, as it is little beside them."""
+    gpu, images = arguments.gpu, planned.data.images["train"]
+    rows = [
+        {
+            "variant": variant.name,
+            "runs": planned.runs + len(variant.rates),
+            **pretraining_study.describe_cost(planned, variant, gpu),
+        }
+        for variant in planned.variants
+    ]
     if arguments.output.json:
-        output.print_json({"study": name, "data": arguments.data, "images": images, "plan": rows})
+        output.print_json({"study": planned.study, "data": planned.data.title, "images": images, "plan": rows})
         return
-    days = f"{arguments.gpu}-days"
+    days = f"{gpu}-days"
     table = [("variant", "runs", "parameters", "steps", "exaFLOPs", days, "TPUv3-core-days")]
     for row in rows:
         numbers = (f"{row[key]:,.3g}" for key in ("exaflops", "gpu_days", "tpuv3_core_days"))
@@ -184,15 +183,6 @@ def _print_plan(name: str, paper_study: PaperStudy, recipe: Recipe, arguments: P
     output.print_table(table, right=range(1, len(table[0])))
     total = sum(row["runs"] * row["gpu_days"] for row in rows)
     runs = pluralize(sum(row["runs"] for row in rows), "run")
-    print(f"\n{runs} on {arguments.data} ({pluralize(images, 'image')}): {total:,.3g} {days}, transfer not counted")
-    print(f"the paper: {paper_study.paper}")
-
-
-def _count_images(data: str) -> tuple[int, int]:
-    """Training images and classes of a dataset, opened or known by its size."""
-    if data in _DEFAULT_RECIPES:
-        return recipes.TRAIN_IMAGE_COUNTS[data], _CLASS_COUNTS[data]
-    dataset = open_dataset(data, holdout_fraction=VAL_SHARE)
-    if "train" not in dataset.splits:
-        raise UsageError(f"{dataset.name} has no train split to plan for")
-    return len(dataset.splits["train"]), len(dataset.classes)
+    title = f"{planned.data.title} ({pluralize(images, 'image')})"
+    print(f"\n{runs} on {title}: {total:,.3g} {days}, transfer not counted")
+    print(f"the paper: {PAPER_STUDIES[planned.study].paper}")

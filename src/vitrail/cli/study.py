@@ -43,13 +43,14 @@ def choose_study_folder(out: Path | None, *words: str) -> Path:
     return Path("runs") / "-".join(parts)
 
 
-def _make_runner(
+def make_runner(
     folder: Path, lock: tuple[int, ...], options: StudyOptions
 ) -> Callable[[Sequence[Cell]], list[CellResult]]:
     """A function that computes cells of the study in the folder, on the devices that were named."""
     if options.workers is not None and options.workers < 0:
         raise UsageError(f"--workers is {options.workers}; it must be 0 or more")
-    devices = grid.list_devices(options.device)
+    grid.check_positive(parallel=options.parallel)
+    devices = grid.list_devices(options.device, options.parallel)
     default = max(0, count_available_cores() // len(devices) - 1)
     workers = default if options.workers is None else options.workers
 
@@ -97,7 +98,7 @@ def run_ablation(arguments: AblateArguments) -> None:
     )
     folder = choose_study_folder(options.out, "ablate", data, arguments.recipe)
     with grid.open_study(folder, to_json(planned)) as lock:
-        results = _make_runner(folder, lock, options)(ablation.list_ablation_cells(planned))
+        results = make_runner(folder, lock, options)(ablation.list_ablation_cells(planned))
         summary = ablation.summarize_ablation(to_json(planned), results)
         bars = {
             name: (variant["mean"], variant["std"]) for name, variant in summary["variants"].items() if variant["n"]
@@ -149,7 +150,7 @@ def run_sweep(arguments: SweepArguments) -> None:
     )
     folder = choose_study_folder(options.out, "sweep", data, model)
     with grid.open_study(folder, to_json(planned)) as lock:
-        run_cells = _make_runner(folder, lock, options)
+        run_cells = make_runner(folder, lock, options)
         rate_results = run_cells(sweep.list_rate_cells(planned))
         grid.check_failures(rate_results, folder)
         lr = sweep.choose_learning_rate(rate_results)
@@ -249,7 +250,7 @@ def run_vtab(arguments: VtabArguments) -> None:
     )
     folder = choose_study_folder(options.out, "vtab", model)
     with grid.open_study(folder, to_json(planned)) as lock:
-        results = _make_runner(folder, lock, options)(vtab.list_vtab_cells(planned))
+        results = make_runner(folder, lock, options)(vtab.list_vtab_cells(planned))
         summary = vtab.summarize_vtab(to_json(planned), results)
         if summary["tasks"]:
             title = f"{model.rpartition('/')[2]} on VTAB-1k"

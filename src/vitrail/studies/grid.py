@@ -70,7 +70,7 @@ class Cell:
     reset_positions: bool = False
     """Whether the model's position embeddings are random instead of its own."""
     few_shot: dict[str, Any] | None = None
-    """The `data`, its `share` and the `shots` per class on which ridge regression measures the best weights."""
+    """The `data`, as above, and the `shots` per class on which ridge regression measures the best weights."""
 
 
 # --- a study's folder ------------------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ def reset_positions(trained: Trained, seed: int) -> None:
 
 def measure_few_shot(few_shot: dict[str, Any], folder: Path, run: TrainingRun) -> float:
     """The accuracy of ridge regression from a few images per class of another dataset, on the run's best weights."""
-    dataset = open_dataset(few_shot["data"], holdout_fraction=few_shot["share"])
+    dataset = open_cell_dataset(few_shot["data"])
     settings = ProbeSettings(methods=("few-shot",), shots=(few_shot["shots"],), device=run.device, workers=run.workers)
-    facts = run_probe(load(str(folder / "weights" / "best.safetensors")), dataset, few_shot["data"], settings)
+    facts = run_probe(load(str(folder / "weights" / "best.safetensors")), dataset, few_shot["data"]["name"], settings)
     assert facts is not None, "a cell is alone in its group"
     return float(facts["scores"][0]["top1"])
 

@@ -22,10 +22,8 @@ class Variant:
     name: str
     curve: str = ""
     """The curve of the plot it is a point of; empty for a bar."""
-    x: float | None = None
-    """Its place on the plot's axis, if it is a point of a curve and not counted as images or FLOPs."""
-    model: str | None = None
-    """A preset; None for that of the recipe."""
+    model: str
+    """A preset."""
     settings: tuple[str, ...] = ()
     """NAME=VALUE, as --set takes them."""
     fraction: float = 1.0
@@ -64,12 +62,15 @@ class PaperStudy:
     """The variant that the others are compared with, seed by seed."""
     equivalence: float | None = None
     """The difference in accuracy below which a variant counts as equal to the baseline."""
-    runs: int = 1
     x_name: str = ""
     """What the plot's axis shows: images, exaFLOPs, GFLOPs; empty for bars."""
     few_shot: bool = False
     """Whether 5-shot ridge regression on the transfer dataset is measured."""
     transfers: tuple[Transfer, ...] = ()
+
+    def is_baseline(self, variant: Variant) -> bool:
+        """Whether its model's other variants are compared with this one."""
+        return bool(self.baseline) and variant.name in (self.baseline, f"{variant.model}: {self.baseline}")
 
 
 _FINE_TUNING = (Transfer(name="fine-tuned"),)
@@ -204,7 +205,6 @@ PAPER_STUDIES: Mapping[str, PaperStudy] = {
         " shrinks as the images grow",
         build_variants=_vary_images,
         models=("ti8", "s8", "r-ti16", "bit-r26x1"),
-        runs=3,
         x_name="training images",
         few_shot=True,
         transfers=_FINE_TUNING,
@@ -235,7 +235,6 @@ PAPER_STUDIES: Mapping[str, PaperStudy] = {
         expectation="the higher resolution gains several points, resampled positions beat random ones",
         build_variants=_vary_nothing,
         models=("ti8",),
-        runs=3,
         transfers=(
             Transfer(name="same size"),
             Transfer(name="4/3 of the size, resampled", image_size_factor=4 / 3),
@@ -251,7 +250,6 @@ PAPER_STUDIES: Mapping[str, PaperStudy] = {
         models=("ti8",),
         baseline="1-D",
         equivalence=0.01,
-        runs=3,
         few_shot=True,
     ),
     "head": PaperStudy(

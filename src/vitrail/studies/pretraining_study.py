@@ -23,16 +23,36 @@ from vitrail.errors import CellsError, DivergedError, UsageError
 from vitrail.evaluation.statistics import paired_interval
 from vitrail.model import cost
 from vitrail.studies.grid import CELLS_FOLDER, Cell, CellResult, check_positive, compute_mean_and_std
-from vitrail.studies.paper_studies import PaperStudy, Transfer, Variant
-from vitrail.training.plan import PlannedMachine, build_config, plan_run
+from vitrail.studies.paper_studies import PAPER_STUDIES, Transfer, Variant
+from vitrail.training.plan import TPU_NAME, PlannedMachine, build_config, plan_run
 from vitrail.training.recipe_overrides import scale_warmup
 
-VAL_SHARE = 0.1  # of train that becomes val or test if the dataset has none
+VAL_SHARE = 0.1  # of train that becomes val if the dataset has none
 FEW_SHOTS = 5  # images per class of the ridge regression
 _SMALL_IMAGE, _SMALL_STRIDE = 96, 8  # pixels of a side, and from one patch to the next
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+")
-Measures = dict[str, dict[str, Any]]
-"""Mean, standard deviation and number of seeds of each measured accuracy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyData:
+    """A dataset of a study."""
+
+    name: str
+    """The name it was opened by."""
+    title: str
+    """Its own name."""
+    images: dict[str, int]
+    """Of each split."""
+    classes: int
+    share: float = VAL_SHARE
+    """The share of train that becomes val if the dataset has none."""
+    val_is_test: bool = False
+    """Whether its val is the test split, and part of train is val."""
+
+    @property
+    def cell_data(self) -> dict[str, Any]:
+        """The dataset of a cell."""
+        return {"name": self.name, "share": self.share} | ({"val_is_test": True} if self.val_is_test else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +61,8 @@ class PretrainingStudy:
 
     study: str
     """Its name in PAPER_STUDIES."""
-    data: str
-    dataset: str
-    """The dataset's own name."""
-    images: dict[str, int]
-    classes: int
-    transfer_data: str
-    transfer_images: int
-    """Training images of the transfer dataset."""
+    data: StudyData
+    transfer_data: StudyData
     recipe: Recipe
     """Of the variants, before their settings."""
     variants: tuple[Variant, ...]
@@ -57,7 +71,7 @@ class PretrainingStudy:
     transfer_epochs: float
     runs: int
     seed: int
-    micro_batches: int = 1
+    micro_batches: int
 
     def __post_init__(self) -> None:
         check_positive(runs=self.runs, micro_batches=self.micro_batches)
@@ -65,37 +79,45 @@ class PretrainingStudy:
             raise UsageError(f"--transfer-epochs is {self.transfer_epochs:g}; it must be above 0")
 
 
+def describe_data(name: str, dataset: Dataset, share: float = VAL_SHARE, *, val_is_test: bool = False) -> StudyData:
+    """The dataset of that name, for a study."""
+    images = {part: len(split) for part, split in dataset.splits.items()}
+    return StudyData(
+        name=name,
+        title=dataset.name,
+        images=images,
+        classes=len(dataset.classes),
+        share=share,
+        val_is_test=val_is_test,
+    )
+
+
 def plan_study(
     name: str,
-    paper_study: PaperStudy,
     models: tuple[str, ...],
     recipe: Recipe,
-    data: tuple[str, Dataset],
-    transfer_data: tuple[str, Dataset],
+    data: StudyData,
+    transfer_data: StudyData,
     *,
     transfer_epochs: float,
-    runs: int | None,
+    runs: int,
     seed: int,
     micro_batches: int,
 ) -> PretrainingStudy:
-    """The experiment on these datasets, each given with the name it was opened by."""
+    """The experiment of that name; `models` replace its own, if any are given."""
     if recipe.masked is not None:
         raise UsageError("a recipe without labels has no accuracy to compare: choose a supervised one")
-    dataset = data[1]
+    paper_study = PAPER_STUDIES[name]
     planned = PretrainingStudy(
         study=name,
-        data=data[0],
-        dataset=dataset.name,
-        images={part: len(split) for part, split in dataset.splits.items()},
-        classes=len(dataset.classes),
-        transfer_data=transfer_data[0],
-        transfer_images=len(transfer_data[1].splits["train"]),
+        data=data,
+        transfer_data=transfer_data,
         recipe=recipe,
         variants=paper_study.build_variants(models or paper_study.models),
         few_shot=paper_study.few_shot,
         transfers=paper_study.transfers,
         transfer_epochs=transfer_epochs,
-        runs=paper_study.runs if runs is None else runs,
+        runs=runs,
         seed=seed,
         micro_batches=micro_batches,
     )
@@ -116,10 +138,8 @@ def build_variant_recipe(study: PretrainingStudy, variant: Variant, lr: float | 
     return dataclasses.replace(recipe, epochs=recipe.epochs * variant.length / variant.fraction, optimizer=optimizer)
 
 
-def _choose_model(recipe: Recipe, model: str | None) -> Recipe:
+def _choose_model(recipe: Recipe, model: str) -> Recipe:
     """The recipe for another preset; a ResNet has no dropout and none of a ViT's settings, such as the hidden head."""
-    if model is None:
-        return recipe
     config = presets.get_preset_config(model)
     fields = {field.name for field in dataclasses.fields(config)}
     settings = {name: value for name, value in recipe.settings.items() if name in fields}
@@ -168,16 +188,13 @@ def _make_pretraining_cell(study: PretrainingStudy, variant: Variant, stage: str
         name=f"{stage}-{_make_file_name(variant.name)}-{suffix}",
         result_fields={"stage": stage, "variant": variant.name, "lr": recipe.optimizer.lr, "seed": seed},
         model=str(recipe.model),
-        data={"name": study.data, "share": VAL_SHARE}
-        | ({"fraction": variant.fraction} if variant.fraction < 1 else {}),
+        data=study.data.cell_data | ({"fraction": variant.fraction} if variant.fraction < 1 else {}),
         recipe=recipe,
         seed=seed,
         eval_split="val",
         micro_batches=study.micro_batches,
         keep_weights=is_final,
-        few_shot={"data": study.transfer_data, "share": VAL_SHARE, "shots": FEW_SHOTS}
-        if is_final and study.few_shot
-        else None,
+        few_shot={"data": study.transfer_data.cell_data, "shots": FEW_SHOTS} if is_final and study.few_shot else None,
     )
 
 
@@ -198,13 +215,15 @@ def _make_transfer_cell(
     config = build_config(build_variant_recipe(study, variant))
     stride = 1 if isinstance(config, BiTConfig) else config.stride
     side = max(1, round(config.image_size[0] * transfer.image_size_factor / stride)) * stride
-    recipe = recipes.build_finetune_recipe("default", study.transfer_images, stride, epochs=study.transfer_epochs)
+    recipe = recipes.build_finetune_recipe(
+        "default", study.transfer_data.images["train"], stride, epochs=study.transfer_epochs
+    )
     name, seed = _make_file_name(variant.name), result["seed"]
     return Cell(
         name=f"transfer-{_make_file_name(transfer.name)}-{name}-seed-{seed}",
         result_fields={"stage": "transfer", "transfer": transfer.name, "variant": variant.name, "seed": seed},
         model=str(folder / CELLS_FOLDER / result["cell"] / "run" / "weights" / "best.safetensors"),
-        data={"name": study.transfer_data, "share": VAL_SHARE},
+        data=study.transfer_data.cell_data,
         recipe=dataclasses.replace(recipe, image_size=side),
         reset_positions=transfer.reset_positions,
         seed=seed,
@@ -237,14 +256,15 @@ def choose_rates(study: PretrainingStudy, results: Sequence[CellResult]) -> dict
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def summarize_study(study: PretrainingStudy, paper_study: PaperStudy, results: Sequence[CellResult]) -> dict[str, Any]:
+def summarize_study(study: PretrainingStudy, results: Sequence[CellResult]) -> dict[str, Any]:
     """Each variant's cost and accuracies over the seeds, and its differences from the baseline."""
+    paper_study = PAPER_STUDIES[study.study]
     by_seed = {variant.name: _collect_accuracies(results, variant.name) for variant in study.variants}
     rates = {result["variant"]: result["lr"] for result in results if result["stage"] == "pretrain"}
     variants = {
         variant.name: {
             "curve": variant.curve,
-            **_describe_cost(study, variant, paper_study.x_name),
+            **describe_cost(study, variant),
             "lr": rates.get(variant.name),
             "measures": {
                 measure: compute_mean_and_std(list(values.values()))
@@ -258,11 +278,12 @@ def summarize_study(study: PretrainingStudy, paper_study: PaperStudy, results: S
         "question": paper_study.question,
         "paper": paper_study.paper,
         "expectation": paper_study.expectation,
-        "dataset": study.dataset,
-        "images": study.images,
-        "transfer_data": study.transfer_data if study.few_shot or study.transfers else None,
+        "dataset": study.data.title,
+        "images": study.data.images,
+        "transfer_data": study.transfer_data.title if study.few_shot or study.transfers else None,
+        "x_name": paper_study.x_name,
         "variants": variants,
-        "comparisons": _compare_with_baseline(paper_study, by_seed),
+        "comparisons": _compare_with_baselines(study, by_seed),
     }
 
 
@@ -279,44 +300,48 @@ def _collect_accuracies(results: Iterable[CellResult], variant: str) -> dict[str
     return accuracies
 
 
-def _describe_cost(study: PretrainingStudy, variant: Variant, x_name: str) -> dict[str, Any]:
-    """Parameters, training images and exaFLOPs of a variant, and its place on the plot's axis."""
+def describe_cost(study: PretrainingStudy, variant: Variant, gpu: str = "h200") -> dict[str, Any]:
+    """What a run of pre-training takes, and the variant's place on the plot's axis."""
     recipe = build_variant_recipe(study, variant)
-    images = round(study.images["train"] * variant.fraction)
-    facts = plan_run(recipe, images, PlannedMachine(gpu="h200"), classes=study.classes)
-    multiply_adds = cost.count_multiply_adds(build_config(recipe, study.classes))
+    images = round(study.data.images["train"] * variant.fraction)
+    facts = plan_run(recipe, images, PlannedMachine(gpu=gpu), classes=study.data.classes)
+    tpu_facts = plan_run(recipe, images, PlannedMachine(gpu=TPU_NAME), classes=study.data.classes)
+    multiply_adds = cost.count_multiply_adds(build_config(recipe, study.data.classes))
     places = {"training images": images, "exaFLOPs": facts["exaflops"], "GFLOPs of an image": 2 * multiply_adds / 1e9}
     return {
         "parameters": facts["parameters"],
         "training_images": images,
+        "steps": facts["steps"],
         "exaflops": facts["exaflops"],
-        "x": variant.x if variant.x is not None else places.get(x_name),
+        "gpu_days": facts["gpu_days"],
+        "tpuv3_core_days": tpu_facts["gpu_days"],
+        "x": places.get(PAPER_STUDIES[study.study].x_name),
     }
 
 
-def _compare_with_baseline(
-    paper_study: PaperStudy, by_seed: Mapping[str, Mapping[str, Mapping[int, float]]]
+def _compare_with_baselines(
+    study: PretrainingStudy, by_seed: Mapping[str, Mapping[str, Mapping[int, float]]]
 ) -> list[dict[str, Any]]:
-    """The difference of each variant from the baseline in each measure, over the seeds that both have."""
+    """The difference of each variant from its model's baseline in each measure, over the seeds that both have."""
+    paper_study = PAPER_STUDIES[study.study]
+    baselines = {each.model: each.name for each in study.variants if paper_study.is_baseline(each)}
     comparisons = []
-    baseline = next((name for name in by_seed if name.endswith(paper_study.baseline)), "")
-    for name, measures in by_seed.items() if paper_study.baseline and baseline else ():
-        for measure, values in measures.items():
+    for variant in study.variants:
+        baseline = baselines.get(variant.model, variant.name)
+        for measure, values in by_seed[variant.name].items() if variant.name != baseline else ():
             reference = by_seed[baseline].get(measure, {})
-            differences = [values[seed] - reference[seed] for seed in values if seed in reference]
-            if name == baseline or not differences:
-                continue
-            interval = paired_interval(differences)
-            comparisons.append(
-                {
-                    "variant": name,
-                    "baseline": baseline,
-                    "measure": measure,
-                    "difference": statistics.mean(differences),
-                    "interval": interval,
-                    "verdict": judge_difference(interval, paper_study.equivalence),
-                }
-            )
+            if differences := [values[seed] - reference[seed] for seed in values if seed in reference]:
+                interval = paired_interval(differences)
+                comparisons.append(
+                    {
+                        "variant": variant.name,
+                        "baseline": baseline,
+                        "measure": measure,
+                        "difference": statistics.mean(differences),
+                        "interval": interval,
+                        "verdict": judge_difference(interval, paper_study.equivalence),
+                    }
+                )
     return comparisons
 
 
@@ -328,28 +353,3 @@ def judge_difference(interval: tuple[float, float] | None, equivalence: float | 
     if equivalence is not None and -equivalence < low and high < equivalence:
         return "equal"
     return "better" if low > 0 else "worse" if high < 0 else "undecided"
-
-
-# --- cost ------------------------------------------------------------------------------------------------------------
-
-
-def plan_cost(study: PretrainingStudy, gpu: str) -> list[dict[str, Any]]:
-    """What each pre-training run takes, without running it; transfer is left out, as it is little beside it."""
-    rows = []
-    for variant in study.variants:
-        recipe = build_variant_recipe(study, variant)
-        images = round(study.images["train"] * variant.fraction)
-        facts = plan_run(recipe, images, PlannedMachine(gpu=gpu), classes=study.classes)
-        tpu = plan_run(recipe, images, PlannedMachine(gpu="tpuv3"), classes=study.classes)
-        rows.append(
-            {
-                "variant": variant.name,
-                "runs": study.runs + len(variant.rates),
-                "parameters": facts["parameters"],
-                "steps": facts["steps"],
-                "exaflops": facts["exaflops"],
-                "gpu_days": facts["gpu_days"],
-                "tpuv3_core_days": tpu["gpu_days"],
-            }
-        )
-    return rows

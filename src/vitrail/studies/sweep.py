@@ -106,6 +106,11 @@ def use_val_as_test(dataset: Dataset, share: float) -> Dataset:
     return dataclasses.replace(dataset, splits=splits, generated_splits=("val",), notes=(*dataset.notes, note))
 
 
+def is_val_test(dataset: Dataset) -> bool:
+    """Whether `use_val_as_test` made it."""
+    return any(note.startswith("val is the test") for note in dataset.notes)
+
+
 def plan_sweep(
     data: str,
     dataset: Dataset,
@@ -145,7 +150,7 @@ def plan_sweep(
         seed=seed,
         micro_batches=micro_batches,
         settings=tuple(settings),
-        val_is_test=True if any(note.startswith("val is the test") for note in dataset.notes) else None,
+        val_is_test=is_val_test(dataset) or None,
     )
 
 

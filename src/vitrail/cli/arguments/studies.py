@@ -12,7 +12,6 @@ from vitrail.cli.options import (
     Data,
     DataOption,
     ModelOption,
-    Number,
     OptionalDecimal,
     OptionalFile,
     OptionalNumber,
@@ -31,7 +30,7 @@ class AblateArguments:
     """Train variants of a recipe, and compare them on val.
 
     The recipe and each variant are trained from random weights with several seeds. Repeat an interrupted command to
-    continue. Every GPU computes one run at a time.
+    continue.
     """
 
     recipe: Recipe
@@ -52,8 +51,7 @@ class AblateArguments:
 class SweepArguments:
     """Fine-tune a model as the paper does: choose the learning rate on val, then measure on test.
 
-    The final runs train on all of train, with several seeds. Repeat an interrupted command to continue. Every
-    GPU computes one run at a time.
+    The final runs train on all of train, with several seeds. Repeat an interrupted command to continue.
     """
 
     data: Data
@@ -85,7 +83,7 @@ class VtabArguments:
     """Fine-tune a model on the 19 tasks of VTAB-1k.
 
     It trains on 1,000 images of each task, and prints the mean accuracy by task, by group and overall. Repeat an
-    interrupted command to continue. Every GPU computes one run at a time.
+    interrupted command to continue.
     """
 
     model: PretrainedModel
@@ -124,24 +122,11 @@ class PaperStudyArguments:
     """Images per step. Default: the recipe's."""
     transfer_epochs: Annotated[float, RECIPE, arg(metavar="N")] = 10
     """Passes of fine-tuning over the transfer dataset."""
-    number_of_runs: Annotated[int | None, arg(name="runs", metavar="N")] = None
-    """Runs with different seeds. Default: 3 or 1, by the study."""
     plan: bool = False
     """Print what the runs would take, and train nothing."""
     gpu: Annotated[str, COMPUTE] = "h200"
     """The GPU of --plan."""
-    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
-    """The study folder. Default: one below runs/, named after the study and the data."""
-    seed: Annotated[Number, COMPUTE] = 0
-    """Random seed of the first run."""
-    device: Annotated[str | None, COMPUTE, arg(metavar="DEVICE")] = None
-    """cpu, cuda:1 or the like. Default: all GPUs."""
-    parallel: Annotated[Number, COMPUTE] = 1
-    """Runs at once on each device: several small models fill a large GPU better than one."""
-    workers: Annotated[OptionalNumber, COMPUTE] = None
-    """Processes of each run that decode images. Default: the cores, divided among the runs."""
-    micro_batches: Annotated[Number, COMPUTE] = 1
-    """Micro-batches per step (gradient accumulation), if a batch does not fit in memory."""
+    study: Annotated[StudyOptions, COMPUTE] = StudyOptions()
     output: Output = OutputOptions()
 
 
