@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model_factory import build_trained, build_vit
 from vitrail import recipes
-from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config import AugmentConfig, DistillationConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.data.sources import open_dataset
 from vitrail.files import compute_sha256
 from vitrail.training import loop
@@ -47,7 +48,13 @@ def trained(task: TrainingRun, *, recorded: bool) -> tuple[list[float], torch.Te
     """The losses of all steps, and the weights after them."""
     torch.backends.cudnn.deterministic = True
     losses: list[float] = []
-    state = build_train_state(task.build_model(), task.recipe, task.class_counts, cuda_graph=recorded)
+    state = build_train_state(
+        task.build_model(),
+        task.recipe,
+        task.class_counts,
+        distillation=task.build_state().distillation,
+        cuda_graph=recorded,
+    )
     loop.train_steps(
         state,
         iterate_train_batches(task),
@@ -88,6 +95,26 @@ def test_recorded_masked_steps_are_the_steps_that_were_not(
     assert losses == pytest.approx(expected[0], rel=1e-4)
     torch.testing.assert_close(weights, expected[1], atol=1e-4, rtol=0)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["soft", "token", "features"])
+def test_recorded_steps_with_a_teacher_are_the_steps_that_were_not(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled teacher of another size, normalization and order of classes, and the short last step included."""
+    teacher = build_trained(build_vit(seed=1, channels=1, classes=10), labels=tuple("9876543210"))
+    made = recipe(distillation=DistillationConfig(kind=kind))
+    if kind == "token":
+        tokens = {"distillation_token": True, "distillation_head": True}
+        made = dataclasses.replace(made, settings=made.settings | tokens)
+    task = TrainingRun(
+        recipe=made, dataset=open_dataset("digits"), device=torch.device("cuda"), teacher=teacher, compile_blocks=True
+    )
+    assert task.can_use_cuda_graph
+    losses, weights = trained(task, recorded=True)
+    monkeypatch.setattr(CudaGraphStep, "EAGER_STEPS", 10**9)
+    plain, expected = trained(task, recorded=True)
+    assert losses == pytest.approx(plain, rel=1e-3)
+    torch.testing.assert_close(weights, expected, atol=1e-3, rtol=0)
+    assert plain[-1] < plain[0]
 
 
 def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) -> None:

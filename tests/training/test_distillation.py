@@ -23,12 +23,11 @@ from vitrail.runtime.distributed import ProcessGroup
 from vitrail.training.distillation import (
     PROJECTION_NAME,
     Distillation,
+    InputConversion,
     StudentOutputs,
     check_teacher,
-    convert_images,
 )
 from vitrail.training.losses import softmax_cross_entropy
-from vitrail.training.run_execution import RunOptions, _print_run_notes
 from vitrail.training.step import _compute_gradients, _compute_loss
 from vitrail.training.time_estimate import _compute_state_bytes, _count_teacher_flops
 from vitrail.training.training_run import TrainingRun
@@ -121,10 +120,10 @@ def test_the_teacher_sees_its_own_normalization_and_size_and_answers_in_the_stud
     expected = teacher.model(normalize(pixels, teacher.preprocess))[:, [1, 2, 0]]
     torch.testing.assert_close(distillation.compute_targets(normalize(pixels, source)), expected, rtol=1e-4, atol=1e-5)
     larger = dataclasses.replace(teacher.preprocess, size=(64, 48), resize=(64, 48))
-    assert convert_images(normalize(pixels, source), source, larger).shape == (3, 3, 64, 48)
+    assert InputConversion(source, larger)(normalize(pixels, source)).shape == (3, 3, 64, 48)
     plain = normalize(torch.full((1, 3, 32, 32), 100, dtype=torch.uint8), source)
     torch.testing.assert_close(
-        convert_images(plain, source, larger)[:, :, 0, 0],
+        InputConversion(source, larger)(plain)[:, :, 0, 0],
         normalize(torch.full((1, 3, 1, 1), 100, dtype=torch.uint8), larger)[:, :, 0, 0],
     )
 
@@ -142,7 +141,7 @@ def test_a_teacher_of_colors_sees_gray_in_each_channel_and_the_reverse_is_refuse
     gray = PreprocessConfig(size=(32, 32), resize=(32, 32), mean=(0.5,), std=(0.25,))
     pixels = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = normalize(pixels.expand(-1, 3, -1, -1), teacher.preprocess)
-    torch.testing.assert_close(convert_images(normalize(pixels, gray), gray, teacher.preprocess), expected)
+    torch.testing.assert_close(InputConversion(gray, teacher.preprocess)(normalize(pixels, gray)), expected)
     gray_teacher = dataclasses.replace(build_teacher(channels=1), preprocess=gray)
     with pytest.raises(UsageError, match="the teacher sees 1 channel and the student 3"):
         check_teacher(gray_teacher, DistillationConfig(), LABELS, teacher.preprocess)
@@ -299,16 +298,3 @@ def test_an_estimate_counts_the_teachers_weights(teacher: Trained) -> None:
     assert difference == 4 * sum(parameter.numel() for parameter in teacher.model.parameters())
     assert _count_teacher_flops(run) == count_multiply_adds(teacher.model.config) * 2 * run.plan.total_samples
     assert _count_teacher_flops(alone) == 0
-
-
-def test_a_gpu_is_told_once_that_steps_are_not_captured(teacher: Trained) -> None:
-    run = build_student_run(teacher)
-    gpu = dataclasses.replace(
-        run, device=torch.device("cuda"), recipe=dataclasses.replace(run.recipe, stochastic_depth=0.0)
-    )
-    notes: dict[str, list[str]] = {"cpu": [], "cuda": []}
-    for each in (run, gpu):
-        assert not each.can_use_cuda_graph
-        _print_run_notes(each, RunOptions(), notes[each.device.type].append)
-    assert not any("CUDA graphs" in note for note in notes["cpu"])
-    assert sum("not captured as CUDA graphs" in note for note in notes["cuda"]) == 1

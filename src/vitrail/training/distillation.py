@@ -74,20 +74,28 @@ class Distillation:
     def __init__(
         self, teacher: Trained, config: DistillationConfig, classes: tuple[str, ...], preprocess: PreprocessConfig
     ) -> None:
-        self.config, self.student_preprocess = config, preprocess
+        self.config = config
         self.model = copy.deepcopy(teacher.model).eval().requires_grad_(False)
-        self.preprocess = require_preprocess(teacher, name="the teacher")
-        self.columns = check_teacher(teacher, config, classes, preprocess)
+        self.conversion = InputConversion(preprocess, require_preprocess(teacher, name="the teacher"))
+        columns = check_teacher(teacher, config, classes, preprocess)
+        self.columns = None if columns is None else torch.tensor(columns)
 
     def to(self, device: torch.device) -> "Distillation":
-        """Move the teacher to the device."""
+        """Move the teacher and all it needs to the device, so that a step waits for nothing of the host's."""
         self.model.to(device)
+        self.conversion.to(device)
+        self.columns = None if self.columns is None else self.columns.to(device)
         return self
+
+    def compile_blocks(self) -> None:
+        """Compile the teacher's blocks, where it has any."""
+        if isinstance(self.model, ViT):
+            self.model.compile_blocks()
 
     @torch.no_grad()
     def compute_targets(self, images: Tensor) -> Tensor:
         """The teacher's logits of the student's classes (B, L), or its features (B, E), of the student's inputs."""
-        images = convert_images(images, self.student_preprocess, self.preprocess)
+        images = self.conversion(images)
         if self.columns is None:
             features: Tensor = self.model.compute_features(images)
             return features.float()
@@ -126,15 +134,26 @@ def _compute_teacher_loss(outputs: StudentOutputs, targets: Tensor, config: Dist
     return config.temperature**2 * F.kl_div(student, teacher, reduction="sum", log_target=True)
 
 
-def convert_images(images: Tensor, source: PreprocessConfig, target: PreprocessConfig) -> Tensor:
+class InputConversion(nn.Module):
     """Normalized images of one preprocessing -> of another: its size, mean and std."""
-    source_mean, source_std, mean, std = (
-        images.new_tensor(values).reshape(-1, 1, 1) for values in (source.mean, source.std, target.mean, target.std)
-    )
-    pixels = images * source_std + source_mean
-    if pixels.shape[-2:] != target.size:
-        pixels = F.interpolate(pixels, target.size, mode="bicubic", antialias=True).clamp(0, 1)
-    return (pixels - mean) / std
+
+    def __init__(self, source: PreprocessConfig, target: PreprocessConfig) -> None:
+        super().__init__()
+        self.size = target.size
+        for name, values in (
+            ("source_mean", source.mean),
+            ("source_std", source.std),
+            ("mean", target.mean),
+            ("std", target.std),
+        ):
+            self.register_buffer(name, torch.tensor(values).reshape(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, C, S', S')."""
+        pixels = images * self.source_std + self.source_mean
+        if pixels.shape[-2:] != self.size:
+            pixels = F.interpolate(pixels, self.size, mode="bicubic", antialias=True).clamp(0, 1)
+        return (pixels - self.mean) / self.std
 
 
 def check_run(run: "TrainingRun") -> None:

@@ -250,8 +250,6 @@ def _print_run_notes(run: TrainingRun, options: RunOptions, notify: Notify) -> N
             f"note: a GPU adds in any order, so --verify-every lets gradients differ by {TOLERANCE:.0%} of their norm;"
             " with --deterministic it compares every bit"
         )
-    if run.teacher is not None and run.can_student_use_cuda_graph:
-        notify("note: steps with a teacher are not captured as CUDA graphs, so those of a small student take longer")
     warn_about_imbalance(run, notify)
     if run.shard and not run.is_sharded:
         notify("note: --shard changes nothing in one process, which must hold the whole model; torchrun starts more")

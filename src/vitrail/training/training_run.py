@@ -271,6 +271,8 @@ class TrainingRun:
         if self.teacher is None or self.recipe.distillation is None:
             return None
         built = Distillation(self.teacher, self.recipe.distillation, self.dataset.classes, self.preprocess)
+        if self.is_compiled:
+            built.compile_blocks()
         return built.to(self.device)
 
     def _add_masked_heads(self, model: Model, config: MaskedConfig) -> MaskedViT:
@@ -308,11 +310,6 @@ class TrainingRun:
     @property
     def can_use_cuda_graph(self) -> bool:
         """Whether a step is recorded once and replayed: on a GPU, if nothing in it waits for the host."""
-        return self.teacher is None and self.can_student_use_cuda_graph
-
-    @property
-    def can_student_use_cuda_graph(self) -> bool:
-        """The same without the teacher, whose normalization and classes are sent to the device in each step."""
         recipe = self.recipe
         waits = self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
         whole = self.micro_batches == 1 and self.group.world_size == 1 and isinstance(self.config, ViTConfig)
