@@ -137,6 +137,11 @@ def _compute_teacher_loss(outputs: StudentOutputs, targets: Tensor, config: Dist
 class InputConversion(nn.Module):
     """Normalized images of one preprocessing -> of another: its size, mean and std."""
 
+    source_mean: Tensor
+    source_std: Tensor
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, source: PreprocessConfig, target: PreprocessConfig) -> None:
         super().__init__()
         self.size = target.size
