@@ -14,7 +14,7 @@ NAME = "builtin"
 SUMMARY = "ViT-Ti/8 (64 pixels, 5.4M parameters)"
 LICENSE = "Apache-2.0 (trained on Tiny-ImageNet, whose images are for non-commercial research and education)"
 FILE: Traversable = importlib.resources.files("vitrail.weights") / "builtin.safetensors"
-SHA256 = "3d4107b57b424e1f9545adddf40753e17df95ecc9801885ea0c00d4a174610ff"
+SHA256 = "69b7058b4c5cc7b58fa86599de65bdb3322335a756e6cdfe15815f5e15ebd44c"
 CARD: Traversable = importlib.resources.files("vitrail.weights") / "builtin.md"
 
 
