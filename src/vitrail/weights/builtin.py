@@ -14,7 +14,7 @@ NAME = "builtin"
 SUMMARY = "ViT-Ti/8 (64 pixels, 5.4M parameters)"
 LICENSE = "Apache-2.0 (trained on Tiny-ImageNet, whose images are for non-commercial research and education)"
 FILE: Traversable = importlib.resources.files("vitrail.weights") / "builtin.safetensors"
-SHA256 = "69b7058b4c5cc7b58fa86599de65bdb3322335a756e6cdfe15815f5e15ebd44c"
+SHA256 = "6b9a425618161ea1cf7a2682aaea42c290ddf796d3b3e5404cfe303f2a791fc0"
 CARD: Traversable = importlib.resources.files("vitrail.weights") / "builtin.md"
 
 
