@@ -14,21 +14,26 @@ import argparse
 import dataclasses
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import vitrail
+from vitrail import recipes
 from vitrail.data.dataset import Split
 from vitrail.data.loader import iter_eval_batches
+from vitrail.data.memory import build_memory_dataset
 from vitrail.data.randomness import sample_indices
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.features import extract_split_features, read_labels
 from vitrail.evaluation.linear_classifiers import Features
+from vitrail.evaluation.predictions import Counts, evaluate_batches
 from vitrail.evaluation.probe import sample_shots, score_few_shot, split_features
+from vitrail.model.vit import ViT
 from vitrail.runtime.distributed import SINGLE_PROCESS
+from vitrail.training.loop import iterate_train_batches, train_steps
+from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.trained import Trained, require_preprocess
 
 
@@ -72,7 +77,11 @@ def measure_probes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for folder in arguments.data:
         splits, classes = open_splits(folder, arguments.test_images)
         first = next(iter(models.values()))
-        contenders = {"pixels": {name: read_pixels(first, split) for name, split in splits.items()}}
+        contenders = (
+            {}
+            if arguments.no_pixels
+            else {"pixels": {name: read_pixels(first, split) for name, split in splits.items()}}
+        )
         for name, trained in models.items():
             contenders[name] = {part: compute_features(trained, split) for part, split in splits.items()}
         for name, features in contenders.items():
@@ -100,9 +109,9 @@ def measure_finetuning(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 for seed in range(arguments.draws):
                     chosen = sample_shots(targets, classes, shots, seed).tolist()
                     data = {"train": [samples["train"][index] for index in chosen], "test": samples["test"]}
-                    evaluated = train_model(data, name, arguments, seed)
-                    images = evaluated["images"]
-                    correct.append(evaluated["correct"])
+                    counts = train_model(data, name, arguments, seed)
+                    images = counts.images
+                    correct.append(counts.correct)
                 rows.append({"data": folder.name, "shots": shots, "contender": f"training of {name}"})
                 rows[-1] |= summarize(correct, images)
                 print_row(rows[-1])
@@ -115,19 +124,28 @@ def list_samples(split: Split, classes: tuple[str, ...]) -> list[tuple[str, str]
     return [(str(split.read_image(index)), classes[label]) for index, label in enumerate(labels)]
 
 
-def train_model(data: Any, name: str, arguments: argparse.Namespace, seed: int) -> dict[str, int]:
-    """The test images, and how many of them a trained model has right."""
-    options: dict[str, Any] = {"seed": seed, "progress": False, "notify": lambda _: None}
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/run"
-        if name == "random weights":
-            recipe = vitrail.load_recipe("builtin")
-            recipe = dataclasses.replace(recipe, distillation=None, batch=64, epochs=arguments.epochs, ema=0.99)
-            run = vitrail.train(recipe, data, out=out, **options)
-        else:
-            run = vitrail.finetune(data, name, epochs=arguments.epochs, out=out, **options)
-        test = run.metrics
-        return {"images": test["images"], "correct": test["correct"]}
+def train_model(data: dict[str, Any], name: str, arguments: argparse.Namespace, seed: int) -> Counts:
+    """What the last weights of a run get right on test: the trainer's steps, without files and validation."""
+    dataset = build_memory_dataset(data | {"val": data["train"]})
+    images = len(data["train"])
+    initial = None
+    if name == "random weights":
+        recipe = vitrail.load_recipe("builtin")
+        schedule = dataclasses.replace(recipe.schedule, warmup=2)
+        changes = {"batch": 64, "epochs": arguments.epochs, "schedule": schedule, "ema": 0.0}
+        recipe = dataclasses.replace(recipe, distillation=None, **changes)
+    else:
+        recipe = recipes.build_finetune_recipe("default", images, 8, epochs=arguments.epochs)
+        initial = adapt_to_dataset(vitrail.load(name), dataset, recipe)
+    device = torch.device(arguments.device)
+    run = TrainingRun(recipe=recipe, dataset=dataset, initial_model=initial, seed=seed, device=device)
+    state = run.build_state()
+    batches = iterate_train_batches(run)
+    train_steps(state, batches, run.training_data, run.plan, recipe, after_step=lambda _: None)
+    test = iter_eval_batches(dataset.splits["test"], run.preprocess, batch_size=128, num_classes=len(dataset.classes))
+    model = state.model
+    assert isinstance(model, ViT)
+    return evaluate_batches(model, test, run.preprocess)
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -146,6 +164,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--test-images", type=int)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-pixels", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = measure_probes(arguments) if arguments.kind == "probe" else measure_finetuning(arguments)
