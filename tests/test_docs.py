@@ -156,7 +156,7 @@ DIFFERENT_KEYWORDS = {
 }
 FOR_TERMINALS = {
     "dry_run", "number_of_runs", "json", "row_format", "embed", "features", "normalize", "float16", "attention",
-    "fetch_urls", "part", "sbatch",
+    "fetch_urls", "part", "sbatch", "kubernetes", "nodes", "gpus",
 }  # fmt: skip
 
 

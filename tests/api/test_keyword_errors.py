@@ -31,7 +31,7 @@ KEYWORDS: dict[str, Any] = {
     "penalty": float,
 }
 ONLY_COMMAND = {  # options of a command that its function does not have
-    "train": {"--dry-run"},
+    "train": {"--dry-run", "--nodes", "--gpus", "--sbatch", "--kubernetes"},
     "distill": {"--dry-run"},
     "finetune": {"--dry-run", "--runs"},  # several runs have no one Run
     "predict": {

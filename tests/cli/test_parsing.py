@@ -27,11 +27,6 @@ from vitrail.errors import ArgumentError
             "vitrail train: no option --recipe; RECIPE is the first argument: vitrail train my.toml --data DATA",
         ),
         (
-            "train digits --kubernetes",
-            "vitrail train: no option --kubernetes; vitrail plan RECIPE --kubernetes prints the job that trains on a"
-            " cluster",
-        ),
-        (
             "evaluate m --data=photos",
             "vitrail evaluate: no option --data; DATA is the second argument: vitrail evaluate MODEL photos",
         ),

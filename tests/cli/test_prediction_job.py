@@ -11,7 +11,6 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from vitrail.cli.arguments.evaluation import PredictArguments
 from vitrail.cli.parsing import parse_arguments
-from vitrail.cli.prediction_job import format_options
 
 COMMAND = [
     "predict", "model file.safetensors", "shards/x-{000..127}.tar", "--embed", "--float16", "--out", "s3://b/rows.parquet",
@@ -47,11 +46,6 @@ def test_a_task_predicts_its_part_and_requeues_itself_when_it_was_stopped(tmp_pa
             "predict", PredictArguments, COMMAND[1:]
         )
         assert rest == ([["scontrol", "requeue", "77_3"]] if code == 75 else [])
-
-
-def test_options_are_those_that_differ_from_the_defaults() -> None:
-    arguments = PredictArguments(model="m", paths=("a", "b"), row_format="jsonl", top=3, sbatch=4)
-    assert format_options(arguments) == ["predict", "m", "a", "b", "--top", "3", "--format", "jsonl"]
 
 
 @pytest.mark.parametrize(

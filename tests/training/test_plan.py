@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from vitrail.errors import UsageError
 from vitrail.training import plan
 
 Capture = pytest.CaptureFixture[str]
+PLAN = ("plan", "vit-h14-jft", "--nodes", "8", "--gpus", "4")
 
 
 def plan_facts(*arguments: str, capsys: Capture) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def test_what_cannot_be_meant_is_refused_with_what_can(capsys: Capture) -> None:
     assert "did you mean vit-b16-jft" in expect_refusal("vit-b61-jft", capsys=capsys)
     assert "no recipe or preset 'b': " in expect_refusal("b", capsys=capsys)
     assert "give one of them" in expect_refusal("b16", "--steps", "3", "--epochs", "2", capsys=capsys)
+    refused = expect_refusal("b16", "--predict", "9", "--kubernetes", capsys=capsys)
+    assert "--kubernetes is for training, and --predict is given" in refused
     assert "--data-images is 0; it must be at least 1" in expect_refusal("b16", "--data-images", "0", capsys=capsys)
     assert "--nodes is 0" in expect_refusal("b16", "--nodes", "0", capsys=capsys)
     assert "--efficiency is 40.0" in expect_refusal("b16", "--efficiency", "40", capsys=capsys)
@@ -148,8 +152,8 @@ def test_what_cannot_be_meant_is_refused_with_what_can(capsys: Capture) -> None:
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
-def write_script(folder: Path, *options: str, capsys: Capture) -> Path:
-    assert main(["plan", "vit-h14-jft", "--nodes", "8", "--gpus", "4", "--sbatch", *options]) == 0
+def write_script(folder: Path, *options: str, command: Sequence[str] = PLAN, capsys: Capture) -> Path:
+    assert main([*command, "--sbatch", *options]) == 0
     path = folder / "job.sbatch"
     path.write_text(capsys.readouterr().out)
     return path
@@ -181,31 +185,41 @@ def test_the_script_is_bash_and_asks_for_a_task_a_gpu(tmp_path: Path, capsys: Ca
     assert f"{command} --shard " in text
 
 
+def run_script(path: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run it with an srun of one task, a scontrol that takes notes, and a vitrail that ends with the code."""
+    folder = path.parent
+    commands = {
+        "srun": 'shift; SLURM_PROCID=5 SLURM_NTASKS=32 SLURM_LOCALID=1 exec "$@"',
+        "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else echo "$@" > requeued; fi',
+        "vitrail": f'printf "%s\\n" "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT" "$@" > ran; exit {code}',
+    }
+    for name, line in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "41234", "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment = os.environ | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", path, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def read_task(folder: Path) -> tuple[str, list[str]]:
+    """The variables and the arguments of the task that ran."""
+    place, *words = (folder / "ran").read_text().splitlines()
+    return place, words
+
+
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (6, False)])
 def test_the_script_tells_each_task_its_place_and_requeues_a_stopped_run(
     code: int, requeued: bool, tmp_path: Path, capsys: Capture
 ) -> None:
-    """With an srun of one task, a scontrol that takes notes, and a vitrail that ends with the code."""
     path = write_script(tmp_path, capsys=capsys)
-    commands = {
-        "srun": 'shift; SLURM_PROCID=5 SLURM_NTASKS=32 SLURM_LOCALID=1 exec "$@"',
-        "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; else echo "$@" > requeued; fi',
-        "vitrail": f'echo "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*" > ran; exit {code}',
-    }
-    for name, line in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "41234", "SLURM_JOB_NODELIST": "node[1-2]"}
-    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    completed = subprocess.run(
-        ["bash", path, "/data/a set"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    completed = run_script(path, "/data/a set", code=code)
     assert completed.returncode == code, completed.stderr
-    ran = "5 32 1 first 21234 train vit-h14-jft --out runs/vit-h14-jft --resume --data /data/a set\n"
-    assert (tmp_path / "ran").read_text() == ran
+    place, words = read_task(tmp_path)
+    assert place == "5 32 1 first 21234"
+    assert words == ["train", "vit-h14-jft", "--out", "runs/vit-h14-jft", "--resume", "--data", "/data/a set"]
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 41234\n"
-    without = subprocess.run(["bash", path], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    without = run_script(path, code=code)
     assert without.returncode
     assert "name the data to train on" in without.stderr

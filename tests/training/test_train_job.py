@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ OPTIONS = ("--nodes", "4", "--gpus", "8", "--micro-batches", "2", "--shard", "--
 
 def read_job(*arguments: str, capsys: Capture) -> Any:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: transformers brings it")
-    assert main(["plan", *arguments, "--kubernetes"]) == 0
+    assert main([*arguments, "--kubernetes"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
@@ -38,19 +39,25 @@ def find_unknown_fields(value: Any, parsed: Any, place: str = "") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
-def test_the_job_of_every_recipe_fits_kubeflows_schema(name: str, capsys: Capture) -> None:
+def check_schema(job: Any) -> Any:
+    """The job as Kubeflow's models read it, which must know all of it."""
     peer("kubeflow_trainer_api")
     models = importlib.import_module("kubeflow_trainer_api.models")
-    job = read_job(name, "--gpus", "2", capsys=capsys)
     parsed = models.TrainerV1alpha1TrainJob.from_dict(job)
     assert find_unknown_fields(job, parsed) == []
+    return parsed
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_the_job_of_every_recipe_fits_kubeflows_schema(name: str, capsys: Capture) -> None:
+    job = read_job("plan", name, "--gpus", "2", capsys=capsys)
+    parsed = check_schema(job)
     assert find_unknown_fields(job | {"spek": 1}, parsed) == [".spek"]
     assert parsed.to_dict()["spec"]["trainer"]["numProcPerNode"] == 2
 
 
 def test_the_job_runs_the_planned_command_on_the_planned_machine(capsys: Capture) -> None:
-    job = read_job("vit-h14-jft", *OPTIONS, capsys=capsys)
+    job = read_job("plan", "vit-h14-jft", *OPTIONS, capsys=capsys)
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
@@ -67,7 +74,7 @@ def test_the_job_runs_the_planned_command_on_the_planned_machine(capsys: Capture
 
 
 def test_volumes_are_mounted_where_the_command_looks(capsys: Capture) -> None:
-    job = read_job("vit-b16-imagenet", capsys=capsys)
+    job = read_job("plan", "vit-b16-imagenet", capsys=capsys)
     [patch] = job["spec"]["runtimePatches"]
     [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
@@ -83,9 +90,14 @@ def test_a_recipes_name_may_name_an_object_of_kubernetes(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
 
 
-def test_what_is_no_job_is_refused(capsys: Capture) -> None:
+def test_what_is_no_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert "--kubernetes is for a recipe, and b16 is a preset" in expect_refusal("b16", "--kubernetes", capsys=capsys)
     refused = expect_refusal("vit-h14-jft", "--gpu", "tpuv3", "--kubernetes", capsys=capsys)
     assert "--kubernetes is for GPUs" in refused
+    advice = "`vitrail train my.toml --data DATA --kubernetes` prints its job"
+    path = tmp_path / "my.toml"
+    path.write_text(recipes.format_recipe(recipes.get_recipe("vit-b16-imagenet"), "my"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert advice in expect_refusal("my.toml", "--kubernetes", capsys=capsys)
     assert "give one of them" in expect_refusal("vit-b16-jft", "--sbatch", "--kubernetes", capsys=capsys)
     assert plan_facts("vit-b16-jft", "--kubernetes", capsys=capsys)["kubernetes"].startswith("# kubectl create")

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from vitrail.errors import UsageError
+
 
 class Group(NamedTuple):
     """The heading of an option, or of a dataclass of options, in `--help`."""
@@ -24,7 +26,9 @@ class FileSuffixes(NamedTuple):
 
 
 COMMON = Group("options")
-RECIPE, MODEL, DATA, RUN_FOLDER, COMPUTE = map(Group, ("recipe", "model", "data", "run folder", "compute"))
+RECIPE, MODEL, DATA, RUN_FOLDER, JOB, COMPUTE = map(
+    Group, ("recipe", "model", "data", "run folder", "cluster job", "compute")
+)
 
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -100,6 +104,25 @@ class TrainingComputeOptions:
     """Use deterministic GPU kernels, so that a repeated run gives the same bits; somewhat slower."""
     verify_every: Annotated[int, arg(metavar="N")] = 0
     """Compute every Nth step twice, and stop if the results differ; 0 for never."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The job that runs the training command on a cluster."""
+
+    nodes: Number = 1
+    """Number of machines."""
+    gpus: Number = 1
+    """GPUs per machine."""
+    sbatch: bool = False
+    """Print a SLURM script instead, which resumes the run after its time limit."""
+    kubernetes: bool = False
+    """Print a Kubeflow TrainJob for Kubernetes instead, whose pods resume the run when they are started again."""
+
+    def check_one_job(self) -> None:
+        """Refuse both jobs at once; not in __post_init__, whose errors tyro rewrites."""
+        if self.sbatch and self.kubernetes:
+            raise UsageError("--sbatch and --kubernetes print two different jobs: give one of them")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

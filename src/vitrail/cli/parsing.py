@@ -70,12 +70,6 @@ def _replace_value(options: Mapping[str, Option], option: str, value: str) -> st
     return new if option in options and new in options[option].choices else value
 
 
-_OPTIONS_OF_PLAN = {
-    ("train", text): f"; vitrail plan RECIPE {text} prints the job that trains on a cluster"
-    for text in ("--sbatch", "--kubernetes")
-}
-
-
 def _check_options(command: str, all_options: Sequence[Option], arguments: Sequence[str]) -> None:
     """Refuse an unknown option, and a value that its option does not take."""
     options = {option.name: option for option in all_options if not option.is_positional}
@@ -92,7 +86,6 @@ def _check_options(command: str, all_options: Sequence[Option], arguments: Seque
             usage = _describe_positional(
                 command, all_options, text, value or "".join(arguments[position : position + 1])
             )
-            usage = usage or _OPTIONS_OF_PLAN.get((command, text), "")
             suggestion = usage or _suggest(text, options, f"; vitrail {command} --help lists them")
             raise ArgumentError(command, f"no option {text}{suggestion}")
         if option.value_types == (bool,):

@@ -17,8 +17,8 @@ def run(arguments: PlanArguments) -> None:
     """Print the estimate or the job."""
     machine = plan.PlannedMachine(
         gpu=arguments.gpu,
-        nodes=arguments.nodes,
-        gpus=arguments.gpus,
+        nodes=arguments.job.nodes,
+        gpus=arguments.job.gpus,
         micro_batches=arguments.micro_batches,
         recompute=arguments.recompute,
         shard=arguments.shard,
@@ -36,10 +36,9 @@ def run(arguments: PlanArguments) -> None:
         batch=arguments.batch,
         data_images=arguments.data_images,
     )
-    if arguments.sbatch and arguments.kubernetes:
-        raise UsageError("--sbatch and --kubernetes print two different jobs: give one of them")
-    script = plan.make_sbatch_script(arguments.name, recipe, machine) if arguments.sbatch else None
-    train_job = make_train_job(arguments.name, recipe, machine) if arguments.kubernetes else None
+    arguments.job.check_one_job()
+    script = plan.make_sbatch_script(arguments.name, recipe, machine) if arguments.job.sbatch else None
+    train_job = make_train_job(arguments.name, recipe, machine) if arguments.job.kubernetes else None
     if (script or train_job) and not arguments.output.json:
         print(script or train_job, end="")
         return
@@ -59,10 +58,12 @@ def run(arguments: PlanArguments) -> None:
 
 def _plan_prediction(arguments: PlanArguments, machine: plan.PlannedMachine) -> None:
     """Print what predicting so many images takes."""
-    training = ("epochs", "steps", "batch", "data_images", "sbatch")
-    named = [f"--{name.replace('_', '-')}" for name in training if getattr(arguments, name) not in (None, False)]
+    job = arguments.job
+    training = ("epochs", "steps", "batch", "data_images")
+    named = [f"--{name.replace('_', '-')}" for name in training if getattr(arguments, name) is not None]
+    named += ["--sbatch"] * job.sbatch + ["--kubernetes"] * job.kubernetes
     if named:
-        advice = "; `vitrail predict --sbatch N` prints the job" if arguments.sbatch else ""
+        advice = "; `vitrail predict --sbatch N` prints the job" if job.sbatch or job.kubernetes else ""
         raise UsageError(f"{', '.join(named)} is for training, and --predict is given: omit one{advice}")
     assert arguments.predict is not None
     from vitrail.training import prediction_plan

@@ -1,9 +1,9 @@
 """The SLURM array job of `vitrail predict --sbatch N`: a part of the images in each task."""
 
-import dataclasses
 import shlex
 
 from vitrail.cli.arguments.evaluation import PredictArguments
+from vitrail.cli.signature import format_command
 from vitrail.data.image_paths import STDIN
 from vitrail.errors import UsageError
 
@@ -49,16 +49,5 @@ def make_sbatch_script(arguments: PredictArguments) -> str:
     if STDIN in arguments.paths:
         raise UsageError("--sbatch has no standard input: put the list in a file, such as images.csv, column path")
     merge = shlex.quote(shlex.join(["vitrail", "merge", out]))
-    return _TEMPLATE.format(parts=parts, merge=merge, command=shlex.join(["vitrail", *format_options(arguments)]))
-
-
-def format_options(arguments: PredictArguments) -> list[str]:
-    """The command line that gives these arguments, without --sbatch."""
-    command = ["predict", arguments.model, *arguments.paths]
-    for field in dataclasses.fields(arguments):
-        value = getattr(arguments, field.name)
-        if field.name in ("model", "paths", "sbatch") or value == field.default:
-            continue
-        option = "--format" if field.name == "row_format" else f"--{field.name.replace('_', '-')}"
-        command += [option] if value is True else [option, str(value)]
-    return command
+    command = shlex.join(["vitrail", *format_command("predict", arguments, without=["--sbatch"])])
+    return _TEMPLATE.format(parts=parts, merge=merge, command=command)

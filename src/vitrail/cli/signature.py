@@ -1,9 +1,9 @@
-"""The options of a command, read from its dataclass: for the check of what was typed, and for `--help`."""
+"""The options of a command, read from its dataclass: to check what was typed, for `--help`, and to write a command."""
 
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,34 @@ def list_options(signature: type, group: str = COMMON_GROUP, defaults: object = 
             yield from list_options(typing.cast(type, type_), title, default)
         else:
             yield _build_option(field.name, type_, marks, default, docstrings.get(field.name, ""), title)
+
+
+def format_command(verb: str, arguments: Any, without: Collection[str] = ()) -> list[str]:
+    """The command line that gives these arguments; defaults and the options in `without` are omitted."""
+    positional, options = [verb], []
+    for option, value in zip(list_options(type(arguments)), _list_values(arguments), strict=True):
+        values = [str(each) for each in value] if isinstance(value, tuple) else [str(value)]
+        if option.is_positional:
+            positional += values
+        elif option.name in without or value == option.default:
+            continue
+        elif value is True:
+            options.append(option.name)
+        elif option.takes_several:
+            options += [option.name, *values]
+        else:
+            options += [word for each in values for word in (option.name, each)]
+    return positional + options
+
+
+def _list_values(arguments: Any) -> Iterator[Any]:
+    """The values of a dataclass and of the groups in it, in the order of `list_options`."""
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _list_values(value)
+        else:
+            yield value
 
 
 def _build_option(name: str, type_: Any, marks: Sequence[Any], default: Any, docstring: str, group: str) -> Option:

@@ -2,6 +2,8 @@
 
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.training import TrainArguments
+from vitrail.cli.options import JobOptions
+from vitrail.cli.training_job import make_job
 from vitrail.runtime.distributed import silence_other_ranks
 from vitrail.training.pretrain import PretrainingOptions, build_pretraining_run, choose_recipe, pretrain
 from vitrail.training.run_execution import join_run_processes
@@ -9,8 +11,11 @@ from vitrail.training.run_results import summarize_result
 
 
 def run(arguments: TrainArguments) -> None:
-    """Train, and print the result."""
+    """Train, and print the result; or print the job that does so on a cluster."""
     options = training_output.build_command_options(PretrainingOptions, arguments)
+    if arguments.job != JobOptions():
+        print(make_job(arguments, options), end="")
+        return
     with silence_other_ranks():
         if arguments.run.dry_run:
             _print_dry_run(arguments, options)

@@ -267,7 +267,7 @@ def _add_memory(parts: Sequence["TrainingMemory"]) -> "TrainingMemory":
 
 _SBATCH_TEMPLATE = """\
 #!/bin/bash
-# sbatch NAME.sbatch DATA
+# {usage}
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={gpus}
@@ -281,7 +281,7 @@ _SBATCH_TEMPLATE = """\
 
 # One task per GPU. Five minutes before the time limit each gets SIGUSR1. The run then saves a checkpoint and exits with
 # code 75, the job is requeued, and --resume continues from the checkpoint. Set the time limit as you need it.
-data=${{1:?name the data to train on: sbatch NAME.sbatch DATA}}
+data={data}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
@@ -302,12 +302,28 @@ exit "$code"
 
 def make_sbatch_script(name: str, recipe: Recipe, machine: PlannedMachine) -> str:
     """Write a SLURM script that trains by the recipe, and resumes after its time limit."""
-    if name not in recipes.RECIPES:
-        raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
-    if machine.gpu == TPU_NAME:
-        raise UsageError("--sbatch is for GPUs, and tpuv3 only counts costs as the paper does: name a GPU with --gpu")
+    check_has_job("--sbatch", name, machine)
     command = build_train_command(name, recipe, machine, out=f"runs/{name}")
-    return _SBATCH_TEMPLATE.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))
+    return format_sbatch_script(name, command, nodes=machine.nodes, gpus=machine.gpus)
+
+
+def format_sbatch_script(name: str, command: Sequence[str], *, nodes: int, gpus: int, data: str | None = None) -> str:
+    """Write the SLURM script of a training command without its data, which is the script's argument by default."""
+    usage = "sbatch NAME.sbatch DATA" if data is None else "sbatch NAME.sbatch"
+    value = f"${{1:?name the data to train on: {usage}}}" if data is None else shlex.quote(data)
+    return _SBATCH_TEMPLATE.format(
+        usage=usage, name=name, nodes=nodes, gpus=gpus, command=shlex.join(command), data=value
+    )
+
+
+def check_has_job(option: str, name: str, machine: PlannedMachine) -> None:
+    """Refuse to plan the job of a preset, of a file, or on a machine that only counts costs."""
+    if Path(name).suffix.lower() in recipes.RECIPE_SUFFIXES:
+        raise UsageError(f"{name} is a file: `vitrail train {name} --data DATA {option}` prints its job")
+    if name not in recipes.RECIPES:
+        raise UsageError(f"{option} is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
+    if machine.gpu == TPU_NAME:
+        raise UsageError(f"{option} is for GPUs, and tpuv3 only counts costs as the paper does: name a GPU with --gpu")
 
 
 def build_train_command(name: str, recipe: Recipe, machine: PlannedMachine, *, out: str) -> list[str]:

@@ -5,21 +5,23 @@ written from a template, without a library: lists are JSON, which YAML contains.
 """
 
 import json
+from collections.abc import Sequence
 
 from vitrail import recipes
 from vitrail.config import Recipe
-from vitrail.errors import UsageError
-from vitrail.training.plan import TPU_NAME, PlannedMachine, build_train_command
+from vitrail.training.plan import PlannedMachine, build_train_command, check_has_job
 
+DATA_VOLUME, RUNS_VOLUME = "/data", "/work/runs"  # where the pods find them; the image works in /work
 _CPUS_PER_GPU = 8  # as the SLURM script requests
 _TEMPLATE = """\
 # kubectl create --filename NAME.yaml
 # It needs Kubeflow Trainer 2.2 or newer with the runtime torch-distributed, an image built from Dockerfile.train, and
-# two volume claims: `data` with the dataset, and `runs`, which every pod can write (ReadWriteMany).
+# two volume claims: `data`, mounted at {data_volume}, and `runs`, mounted at {runs_volume}, which every pod can write
+# (ReadWriteMany). The run reads {data} and writes {out}.
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   runtimeRef:
     name: torch-distributed
@@ -37,9 +39,9 @@ spec:
         nvidia.com/gpu: "{gpus}"
     env:
       - name: XDG_DATA_HOME # which images are held out
-        value: /work/runs/.data
+        value: {runs_volume}/.data
       - name: XDG_CACHE_HOME # the index of the dataset
-        value: /work/runs/.cache
+        value: {runs_volume}/.cache
   runtimePatches:
     - manager: vitrail/plan
       trainingRuntimeSpec:
@@ -59,10 +61,10 @@ spec:
                           - name: node
                             volumeMounts:
                               - name: data
-                                mountPath: /data
+                                mountPath: {data_volume}
                                 readOnly: true
                               - name: runs
-                                mountPath: /work/runs
+                                mountPath: {runs_volume}
                               - name: shared-memory
                                 mountPath: /dev/shm
                         volumes:
@@ -81,18 +83,22 @@ spec:
 
 def make_train_job(name: str, recipe: Recipe, machine: PlannedMachine) -> str:
     """Write a TrainJob that trains by the recipe on the images in /data, and resumes when a pod is started again."""
-    if name not in recipes.RECIPES:
-        raise UsageError(f"--kubernetes is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
-    if machine.gpu == TPU_NAME:
-        raise UsageError(
-            "--kubernetes is for GPUs, and tpuv3 only counts costs as the paper does: name a GPU with --gpu"
-        )
-    command = build_train_command(name, recipe, machine, out=f"/work/runs/{name}")
-    arguments = [*command[1:], "--data", f"/data/{recipes.RECIPES[name].data}"]
+    check_has_job("--kubernetes", name, machine)
+    out, data = f"{RUNS_VOLUME}/{name}", f"{DATA_VOLUME}/{recipes.RECIPES[name].data}"
+    command = build_train_command(name, recipe, machine, out=out)
+    return format_train_job(name, command, nodes=machine.nodes, gpus=machine.gpus, data=data, out=out)
+
+
+def format_train_job(name: str, command: Sequence[str], *, nodes: int, gpus: int, data: str, out: str) -> str:
+    """Write the TrainJob of a training command without its data; `data` and `out` are as the pods see them."""
     return _TEMPLATE.format(
         name=name,
-        arguments=json.dumps(arguments),
-        nodes=machine.nodes,
-        gpus=machine.gpus,
-        cpus=_CPUS_PER_GPU * machine.gpus,
+        arguments=json.dumps([*command[1:], "--data", data]),
+        nodes=nodes,
+        gpus=gpus,
+        cpus=_CPUS_PER_GPU * gpus,
+        data=data,
+        out=out,
+        data_volume=DATA_VOLUME,
+        runs_volume=RUNS_VOLUME,
     )

@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from vitrail.cli.options import (
+    COMMON,
     COMPUTE,
     DATA,
+    JOB,
     MODEL,
     RECIPE,
     RUN_FOLDER,
@@ -16,6 +18,7 @@ from vitrail.cli.options import (
     DataOptions,
     FileSuffixes,
     Group,
+    JobOptions,
     Number,
     NumberOfRuns,
     OptionalDecimal,
@@ -58,6 +61,7 @@ class TrainArguments:
     for never."""
     learning: Annotated[DataOptions, DATA] = DataOptions()
     run: Annotated[RunFolderOptions, RUN_FOLDER] = RunFolderOptions()
+    job: Annotated[JobOptions, JOB] = JobOptions()
     compute: Annotated[TrainingComputeOptions, COMPUTE] = TrainingComputeOptions()
     output: Output = OutputOptions()
 
@@ -161,10 +165,7 @@ class PlanArguments:
     """A recipe that `vitrail list recipes` shows, a .toml or .json file, or a preset such as b16 as MODEL."""
     gpu: Annotated[str, arg(metavar="GPU")] = "h200"
     """a100, h100, h200, b200, l40s, rtx4090, or tpuv3 for the cores in which the paper counts its costs."""
-    nodes: Number = 1
-    """Number of machines."""
-    gpus: Number = 1
-    """GPUs per machine."""
+    job: Annotated[JobOptions, COMMON] = JobOptions()
     epochs: Annotated[OptionalDecimal, _TRAINING] = None
     """Passes over the training images. Default: the recipe's; 300 for a preset."""
     steps: Annotated[OptionalNumber, _TRAINING] = None
@@ -189,8 +190,4 @@ class PlanArguments:
     """Rows of features instead of a label."""
     float16: Annotated[bool, _PREDICTION] = False
     """Features stored as float16."""
-    sbatch: bool = False
-    """Print a SLURM script instead, which resumes the run after its time limit."""
-    kubernetes: bool = False
-    """Print a Kubeflow TrainJob for Kubernetes instead, whose pods resume the run when they are started again."""
     output: Output = OutputOptions()
