@@ -12,7 +12,7 @@ import dataclasses
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ def run_demo(
             if dataset is faces:
                 baselines = count_test_correct(faces, images, curve_settings)
         notify(f"fine-tuning on {len(faces.splits['train'])} images of {DATA}")
-        finetuned = _finetune(trained, model, folder / "finetune", settings, callbacks) | {"baselines": baselines}
+        finetuned = _finetune(trained, model, folder / "finetune", settings, callbacks, baselines)
         notify("classifying photos")
         photos = classify_photos(trained, folder / "photos.png")
         result = DemoResult(folder, (curves[0], curves[1]), finetuned, photos, time.monotonic() - start)
@@ -163,7 +163,12 @@ def _make_title(curve: LearningCurve) -> str:
 
 
 def _finetune(
-    trained: Trained, model: AnyModel, folder: Path, settings: DemoSettings, callbacks: RunCallbacks
+    trained: Trained,
+    model: AnyModel,
+    folder: Path,
+    settings: DemoSettings,
+    callbacks: RunCallbacks,
+    baselines: Mapping[str, int],
 ) -> dict[str, Any]:
     """Fine-tune the model in a run folder of its own, whose report names the command that does this alone."""
     epochs = f"{settings.epochs:g}"
@@ -172,8 +177,9 @@ def _finetune(
         overrides=RecipeOverrides(epochs=settings.epochs),
         run=RunOptions(out=folder, device="cpu", workers=0),
     )
-    (facts,) = finetune(DATA, trained, options, dataclasses.replace(callbacks, command=words))
-    return facts
+    callbacks = dataclasses.replace(callbacks, command=words)
+    (facts,) = finetune(DATA, trained, options, callbacks, baselines=baselines)
+    return facts | {"baselines": baselines}
 
 
 def classify_photos(trained: Trained, path: Path) -> tuple[PhotoPrediction, ...]:

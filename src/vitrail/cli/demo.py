@@ -11,7 +11,7 @@ from vitrail.training.learning_curve import LearningCurve
 
 _TITLES = {
     DATA: "Faces or background: {images} photos tested, accuracy in %",
-    COUNTEREXAMPLE: "Digits of 8 x 8 pixels, where it does not help: {images} tested, accuracy in %",
+    COUNTEREXAMPLE: "Digits of 8 x 8 pixels, where pixels are enough: {images} tested, accuracy in %",
 }
 _LISTED_LABELS = 5
 
