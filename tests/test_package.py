@@ -32,6 +32,8 @@ PACKAGE_DATA = {  # what is no module: read at run time, or by type checkers
     "vitrail/serving/page/script.js",
     "vitrail/serving/page/style.css",
     "vitrail/serving/page/window.svg",
+    "vitrail/weights/builtin.md",
+    "vitrail/weights/builtin.safetensors",
     "vitrail/weights/imagenet1k.tsv",
 }
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -66,6 +68,7 @@ def check_installed(bin_folder: Path, folder: Path) -> None:
     run([bin_folder / "python", "-c", "from vitrail import *; assert serve and finetune"], folder)
     path, _, label = run([bin_folder / "python", "-c", code], folder).strip().partition(" ")
     assert label == "tench, Tinca tinca"
+    assert "builtin, inside the package" in run([bin_folder / "vitrail", "info", "builtin"], folder)
     assert Path(path).is_relative_to(bin_folder.parent)
 
 

@@ -13,10 +13,10 @@ import torch
 
 import vitrail
 from tests.data.image_files import make_image
-from vitrail.training.finetune import _SUGGESTED_MODELS
+from vitrail.training.finetune import _SUGGESTED_MODEL
 
 SMALLER = {  # the same examples, in a second
-    f'model="{_SUGGESTED_MODELS[0]}", minutes=10': 'model="model.safetensors", epochs=1, batch=8, workers=0',
+    f'model="{_SUGGESTED_MODEL}", minutes=10': 'model="model.safetensors", epochs=1, batch=8, workers=0',
     'model="ti16", data="photos"': 'model="model.safetensors", data="photos", epochs=1, batch=8, workers=0',
     "settings=hard": "settings=hard, epochs=1, batch=8, workers=0",
     'data="digits", epochs=5': 'data="digits", epochs=0.1, workers=0',

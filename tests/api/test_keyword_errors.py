@@ -141,8 +141,8 @@ def test_functions_of_lower_layers_name_keywords_too() -> None:
         vitrail.save(trained, "model.safetensors")
     with pytest.raises(UsageError, match="penalty is -1; it must be above 0"):
         vitrail.probe("model.safetensors", "photos", penalty=-1)
-    with pytest.raises(UsageError, match=r'model="timm:vit_small_\S+" or model="hf:google/\S+" \(downloaded'):
-        vitrail.finetune("photos")
+    with pytest.raises(UsageError, match=r'name a trained model \(model="timm:vit_small_\S+", a file'):
+        vitrail.finetune("photos", "s16")
 
 
 @pytest.mark.parametrize(

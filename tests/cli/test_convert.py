@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -164,6 +165,48 @@ def measure_expected(session: Any, model: Path, data: Path) -> dict[str, Any]:
     }
 
 
+def test_a_vitrail_file_in_float16_has_half_the_size_and_is_float32_again_when_loaded(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    trained = model_factory.build_trained(model_factory.build_vit(width=64))
+    source, path = tmp_path / "source.safetensors", tmp_path / "half.safetensors"
+    save(trained, source)
+    code, out, err = vitrail("convert", str(source), str(path), "--float16", capsys=capsys)
+    assert code == 0, err
+    assert "weights: rounded to float16" in out
+    assert path.stat().st_size < 0.6 * source.stat().st_size
+    stored, loaded = load_file(path), load(path).model.state_dict()
+    for name, tensor in trained.model.state_dict().items():
+        nearest = torch.from_numpy(tensor.numpy().astype(np.float16))  # NumPy rounds to nearest
+        assert torch.equal(stored[name], nearest), name
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], nearest.float()), name
+    vitrail("convert", str(path), str(tmp_path / "again.safetensors"), "--float16", capsys=capsys)
+    assert all(map(torch.equal, load_file(tmp_path / "again.safetensors").values(), stored.values()))
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    network = model_factory.build_vit()
+    with torch.no_grad():
+        network.head.weight[0, 0] = 1e5
+    save(model_factory.build_trained(network), tmp_path / "large.safetensors")
+    path = tmp_path / "half.safetensors"
+    code, _, err = vitrail("convert", str(tmp_path / "large.safetensors"), str(path), "--float16", capsys=capsys)
+    assert (code, path.exists()) == (4, False)
+    assert "weights of 'head.weight' are beyond float16's range, 65,504" in err
+
+
+def test_precisions_are_measured_on_the_rounded_weights(tmp_path: Path, capsys: Capture) -> None:
+    source, path = tmp_path / "source.safetensors", tmp_path / "half.safetensors"
+    save(model_factory.build_trained(model_factory.build_vit(depth=1, classes=2)), source)
+    data = write_image_folder(tmp_path / "pictures", "val", each=4)
+    options = ("--float16", "--measure", str(data))
+    code, _, err = vitrail("convert", str(source), str(path), *options, capsys=capsys)
+    assert code == 0, err
+    assert load(path).precision_measurements
+    assert load_file(path)["head.weight"].dtype == torch.float16
+
+
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are sorted by class, and the first of them would all be of one."""
     dataset = open_dataset(str(write_image_folder(tmp_path / "pictures", each=40)))
@@ -182,6 +225,8 @@ def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["--to", "onnx", "--int8"], "name images to measure how much: --measure DATA"),
         (["--to", "openvino", "--int8", "--measure", "."], "--int8 is for onnx, not for openvino: add --to onnx"),
+        (["--to", "timm", "--float16"], "--float16 is for onnx and vitrail, not for timm"),
+        (["--to", "vitrail", "--int8"], "--int8 is for onnx, not for vitrail"),
         (["--to", "onnx", "--measure", "."], "--measure is not for onnx: add --to onnx and --int8 or --float16"),
         (["--to", "onnx", "--int8", "--float16"], "--int8 and --float16 are two precisions of a file"),
         (["--to", "onnx", "--float16"], "--float16 changes the predictions; name images to measure how much"),

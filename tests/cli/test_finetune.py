@@ -550,22 +550,21 @@ def test_random_weights_are_taken_only_when_told_so(capsys: Capture) -> None:
     assert "warning: ti16 starts with random weights, which have learned nothing" in err
 
 
-def test_without_a_model_it_says_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    cache = tmp_path / "hub"
-    for owner, name in (("timm", "vit_tiny"), ("google", "vit-base"), ("other", "text")):
-        (cache / f"models--{owner}--{name}" / "snapshots" / "1").mkdir(parents=True)
-        if owner != "other":
-            (cache / f"models--{owner}--{name}" / "snapshots" / "1" / "model.safetensors").touch()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    code, _, err = vitrail("finetune", "./set", capsys=capsys)
-    assert code == 2
-    assert "say which trained model to start from: --model timm:vit_small_patch16_224.augreg_in21k or --model " in err
-    assert "On this machine, without the network: hf:google/vit-base, timm:vit_tiny (the Hub's cache)\n" in err
-    assert finetune(*SHORT, capsys=capsys)[0] == 0
-    here = "On this machine, without the network: runs/finetune (runs); hf:google"
-    assert here in vitrail("finetune", "./set", capsys=capsys)[2]
+def test_without_a_model_the_built_in_one_is_fine_tuned(capsys: Capture) -> None:
+    code, out, err = vitrail("finetune", "./set", "--layers", "0", "--epochs", "1", *HERE, capsys=capsys)
+    assert code == 0, err
+    assert err.count("starting from the built-in ViT-Ti/8 (64 pixels, 5.4M parameters). A larger published model") == 1
+    assert "license: vitrail's built-in ViT-Ti/8 states Apache-2.0 (trained on Tiny-ImageNet" in err
+    assert load("runs/finetune").model.config.image_size == (64, 64)
+    assert "correct" in out
+    code, _, err = vitrail("finetune", "./set", "--from-scratch", *HERE, capsys=capsys)
+    assert (code, "name one, such as --model s16" in err) == (2, True)
+
+
+def test_a_run_of_another_model_is_not_resumed_without_naming_it(capsys: Capture) -> None:
+    assert finetune(*SHORT, "--out", "run", capsys=capsys)[0] == 0
+    code, _, err = vitrail("finetune", "./set", *SHORT, "--out", "run", "--resume", capsys=capsys)
+    assert (code, "run was started with another" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_mistyped_option_or_value_gets_a_line_and_the_nearest_name(command: st
     [
         (
             "info",
-            "vitrail info: it needs MODEL: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME",
+            "vitrail info: it needs MODEL: A file or folder of any known format, builtin, hf:ORG/NAME[@REVISION]",
         ),
         ("info b16 more", "vitrail info: unexpected argument more; vitrail info --help lists what it takes"),
     ],

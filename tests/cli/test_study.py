@@ -38,7 +38,7 @@ def test_a_study_is_named_after_its_arguments(words: tuple[str, ...], folder: st
 
 def test_negative_workers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--workers is -1; it must be 0 or more"):
-        study._make_runner(tmp_path, 0, StudyOptions(workers=-1))
+        study.make_runner(tmp_path, 0, StudyOptions(workers=-1))
 
 
 def test_an_accuracy_has_its_deviation_where_there_are_several_runs() -> None:

@@ -20,6 +20,12 @@ def test_classes_are_found_by_name_in_any_order_and_number() -> None:
 
 def test_imagenets_classes_are_found_by_their_wordnet_ids() -> None:
     assert label_matching.match_outputs(("n01443537", "n01440764"), IMAGENET, 1000) == [1, 0]
+    some = (IMAGENET[7], IMAGENET[1])  # as Tiny-ImageNet's
+    assert label_matching.match_outputs(("n01443537",), some, 2) == [1]
+    with pytest.raises(DataError, match="no class 'n01440764'"):
+        label_matching.match_outputs(("n01440764",), some, 2)
+    with pytest.raises(DataError, match="no class 'n01443537'"):
+        label_matching.match_outputs(("n01443537",), (IMAGENET[1], "my cat"), 2)
 
 
 def test_classes_called_by_numbers_are_outputs_and_names_that_occur_twice_are_refused() -> None:

@@ -127,7 +127,7 @@ def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) 
         )
         Trainer(task, tmp_path / str(compiled), after_evaluation=seen.append).run()
         assert load(tmp_path / str(compiled) / "weights" / "best.safetensors").model.config.classes == 0
-        assert all(found.shown.told.device.type == "cpu" for found in seen)
+        assert all(found.val.examples.masking.device.type == "cpu" for found in seen)
         assert seen[-1].val.mean_loss < seen[0].val.mean_loss
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests import model_factory
 from tests.runtime.test_distributed import read_last_row, read_weights, start_ranks, wait_for_ranks
@@ -125,6 +126,18 @@ def test_the_teacher_sees_its_own_normalization_and_size_and_answers_in_the_stud
     torch.testing.assert_close(
         InputConversion(source, larger)(plain)[:, :, 0, 0],
         normalize(torch.full((1, 3, 1, 1), 100, dtype=torch.uint8), larger)[:, :, 0, 0],
+    )
+
+
+@pytest.mark.parametrize("size", [(224, 224), (24, 40)])
+def test_inputs_are_resized_as_torch_resizes_them(size: tuple[int, int]) -> None:
+    source = PreprocessConfig(size=(48, 64), resize=(48, 64), mean=(0.1, 0.5, 0.9), std=(0.2, 0.3, 0.4))
+    target = dataclasses.replace(source, size=size, resize=size)
+    pixels = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (source.mean, source.std))
+    resized = F.interpolate(pixels, size, mode="bicubic", antialias=True).clamp(0, 1)
+    torch.testing.assert_close(
+        InputConversion(source, target)((pixels - mean) / std), (resized - mean) / std, rtol=1e-4, atol=1e-5
     )
 
 

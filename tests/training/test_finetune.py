@@ -65,8 +65,8 @@ def test_only_a_trained_model_is_started_from_unless_random_weights_are_asked_fo
 ) -> None:
     monkeypatch.chdir(tmp_path)
     notes: list[str] = []
-    with pytest.raises(UsageError, match="say which trained model to start from"):
-        check_initial_model(None, FinetuneOptions(), notes.append)
+    with pytest.raises(UsageError, match="--from-scratch starts from the random weights of a preset: name one"):
+        check_initial_model(None, FinetuneOptions(from_scratch=True), notes.append)
     with pytest.raises(UsageError, match="s16 is a preset, whose weights are random"):
         check_initial_model("s16", FinetuneOptions(), notes.append)
     with pytest.raises(UsageError, match=r"--from-scratch is for presets, and run/best\.safetensors is none"):
@@ -74,6 +74,17 @@ def test_only_a_trained_model_is_started_from_unless_random_weights_are_asked_fo
     assert not notes
     assert check_initial_model("s16", FinetuneOptions(from_scratch=True), notes.append) == "s16"
     assert notes == ["warning: s16 starts with random weights, which have learned nothing"]
+
+
+def test_without_a_model_it_starts_from_the_built_in_one_and_says_so_once() -> None:
+    notes: list[str] = []
+    assert check_initial_model(None, FinetuneOptions(), notes.append) == "builtin"
+    assert notes == [
+        "starting from the built-in ViT-Ti/8 (64 pixels, 5.4M parameters). A larger published model is usually far more"
+        " accurate: --model timm:vit_small_patch16_224.augreg_in21k"
+    ]
+    assert check_initial_model("builtin", FinetuneOptions(), notes.append) == "builtin"
+    assert len(notes) == 1
 
 
 def test_decisions_are_read_from_text() -> None:

@@ -31,7 +31,7 @@ from vitrail.formatting import pluralize
 from vitrail.runtime import devices
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.finetune import PreprocessName
-from vitrail.weights.adapt import adapt
+from vitrail.weights.adapt import adapt, round_to_float16
 from vitrail.weights.formats import WeightsFormat, check_adapter_destination, check_destination
 from vitrail.weights.load import is_preset, save
 from vitrail.weights.peft_adapters import merge_adapter, read_adapter
@@ -73,7 +73,8 @@ class ConvertOptions:
     int8: bool = False
     """For onnx: store the weights in 8 bits."""
     float16: bool = False
-    """For onnx: compute matrix products in float16, for GPUs; refused where the predictions change."""
+    """For vitrail: store the weights in 16 bits. For onnx: compute matrix products in float16, for GPUs; refused where
+    the predictions change."""
     measure: DataSource | None = None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool = False
@@ -101,7 +102,8 @@ class ConvertKeywords(TypedDict, total=False):
     int8: bool
     """For onnx: store the weights in 8 bits."""
     float16: bool
-    """For onnx: compute matrix products in float16, for GPUs; refused where the predictions change."""
+    """For vitrail: store the weights in 16 bits. For onnx: compute matrix products in float16, for GPUs; refused where
+    the predictions change."""
     measure: DataSource | None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool
@@ -185,7 +187,12 @@ def convert(
     if built.to in ADAPTER_FORMATS:
         return _convert_adapter(source, built)
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
-    if dataset is not None and built.float16 and (count := len(_select_images(dataset))) < MIN_IMAGES:
+    if (
+        dataset is not None
+        and built.to == "onnx"
+        and built.float16
+        and (count := len(_select_images(dataset))) < MIN_IMAGES
+    ):
         raise DataError(f"float16 is measured on {MIN_IMAGES} images or more, and {dataset.name} has {count}")
     trained = _load_source(source, NoteCollector(notify))
     before = len(trained.origin.changes)
@@ -221,7 +228,8 @@ def _check_measure_options(options: ConvertOptions) -> None:
     if options.int8 and options.float16:
         raise UsageError("--int8 and --float16 are two precisions of a file: give one of them")
     if precision and to != "onnx":
-        raise UsageError(f"--{precision} is for onnx, not for {to}: add --to onnx")
+        formats = "onnx" if options.int8 else "onnx and vitrail"
+        raise UsageError(f"--{precision} is for {formats}, not for {to}: add --to onnx")
     if precision and measure is None:
         raise UsageError(f"--{precision} changes the predictions; name images to measure how much: --measure DATA")
     if measure is not None and not precision and to != "vitrail":
@@ -229,7 +237,8 @@ def _check_measure_options(options: ConvertOptions) -> None:
 
 
 def _get_lower_precision(options: ConvertOptions) -> export.LowerPrecision | None:
-    return "int8" if options.int8 else "float16" if options.float16 else None
+    """The precision of a graph; a vitrail file in float16 is computed in float32 like any other."""
+    return "int8" if options.int8 else "float16" if options.float16 and options.to != "vitrail" else None
 
 
 def _check_target(options: ConvertOptions) -> None:
@@ -253,7 +262,7 @@ def _load_source(source: AnyModel, notify: Notify) -> Trained:
 def _adapt(trained: Trained, options: ConvertOptions) -> Trained:
     if options.preprocess is not None:
         trained = _override_preprocess(trained, options.preprocess)
-    return adapt(
+    adapted = adapt(
         trained,
         classes=options.classes,
         labels=None if options.labels is None else resolve_labels(options.labels),
@@ -262,6 +271,7 @@ def _adapt(trained: Trained, options: ConvertOptions) -> Trained:
         channels=options.channels,
         operator=options.resample,
     )
+    return round_to_float16(adapted) if options.float16 and options.to == "vitrail" else adapted
 
 
 def _override_preprocess(trained: Trained, name: str) -> Trained:
@@ -286,7 +296,7 @@ def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | N
         return {"notes": [], **parity._asdict(), precision: comparison}
     if dataset is not None:
         trained = _measure_precisions(trained, dataset, choose_progress(options.progress))
-        notes = save(trained, path, overwrite=overwrite)
+        notes = _save(trained, options, "vitrail")
         measurements = [dataclasses.asdict(measurement) for measurement in trained.precision_measurements]
         return {"notes": notes, "precision_measurements": measurements}
     match to:
@@ -295,7 +305,14 @@ def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | N
         case "peft" | "peft-v4" | "peft-timm":
             raise AssertionError("_convert_adapter writes adapters")
         case _:
-            return {"notes": save(trained, path, to, overwrite=overwrite)}
+            return {"notes": _save(trained, options, to)}
+
+
+def _save(trained: Trained, options: ConvertOptions, to: WeightsFormat) -> list[str]:
+    """Write a file or folder of weights, in 16 bits where the options say so; return what the format cannot hold."""
+    if options.float16:
+        trained = dataclasses.replace(trained, model=trained.model.half())  # of a copy, whose weights are rounded
+    return save(trained, options.destination, to, overwrite=options.overwrite)
 
 
 # --- comparing precisions --------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from vitrail.inference.classifier import Classifier
 from vitrail.report.demo_page import DemoFacts, PhotoPrediction, render_demo_page
 from vitrail.training.finetune import FinetuneOptions, finetune
 from vitrail.training.learning_curve import (
+    NEAREST_NEIGHBOR,
     CurveSettings,
     LearningCurve,
     compute_mean_interval,
@@ -45,9 +46,10 @@ from vitrail.training.run_execution import RunCallbacks, RunOptions
 from vitrail.training.run_folder import choose_next_folder, lock_run_folder
 from vitrail.visualization import Pixels, attention, image_grids
 from vitrail.visualization.crops import compute_crop_box
+from vitrail.weights import builtin
 from vitrail.weights.trained import Trained, require_preprocess
 
-MODEL = "builtin"
+MODEL = builtin.NAME
 DATA, COUNTEREXAMPLE = "faces", "digits"
 _PANEL_SIZE = 320, 240  # pixels of a photo in photos.png
 
@@ -178,7 +180,8 @@ def _finetune(
         run=RunOptions(out=folder, device="cpu", workers=0),
     )
     callbacks = dataclasses.replace(callbacks, command=words)
-    (facts,) = finetune(DATA, trained, options, callbacks, baselines=baselines)
+    in_report = {"nearest neighbor by pixels": baselines[NEAREST_NEIGHBOR]}
+    (facts,) = finetune(DATA, trained, options, callbacks, baselines=in_report)
     return facts | {"baselines": baselines}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from vitrail.api.run import Run
 from vitrail.errors import UsageError
 from vitrail.runtime.workers import Notify, ignore_note
-from vitrail.weights.load import describe_license, load
+from vitrail.weights.load import describe_license, find_model_path, load
 from vitrail.weights.trained import Trained
 
 AnyModel = str | Path | Run | Trained
@@ -29,7 +29,7 @@ def locate_model(model: AnyModel) -> str | None:
     if isinstance(model, Trained):
         return None
     name = get_model_name(model)
-    return str(Path(name).absolute()) if Path(name).exists() else name
+    return str(Path(name).absolute()) if find_model_path(name) and Path(name).exists() else name
 
 
 def list_models(models: AnyModel | Sequence[AnyModel]) -> list[AnyModel]:

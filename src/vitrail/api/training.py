@@ -62,7 +62,8 @@ def finetune(
 
     - `data`: A folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
       Dataset, or a dict of those for train, val and test.
-    - `model`: The model to start from: a name, a path, a `Run` or a `Trained`.
+    - `model`: The model to start from: a name, a path, a `Run` or a `Trained`; by default `builtin`, the small
+      pre-trained ViT inside the package.
     - `minutes`: Limit for the time of everything.
     - `recipe`: "default", "paper", "bit", a recipe file, or a `Recipe`.
     - `on_step`: Called with a `StepEnd` after each step.

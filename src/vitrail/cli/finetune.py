@@ -1,4 +1,4 @@
-"""`vitrail finetune DATA --model M`: fine-tune a trained model on your own images."""
+"""`vitrail finetune DATA`: fine-tune a trained model on your own images."""
 
 import statistics
 from typing import Any

@@ -14,8 +14,8 @@ from vitrail.inference.precision import list_available_precisions
 from vitrail.model import cost
 from vitrail.model.quantized import describe_processor
 from vitrail.runtime.devices import find_best_device
-from vitrail.weights import hub
-from vitrail.weights.load import find_model_path, load
+from vitrail.weights import builtin, hub
+from vitrail.weights.load import find_model_path, is_builtin, load
 from vitrail.weights.precision_measurements import choose_precision
 from vitrail.weights.trained import Trained
 
@@ -29,6 +29,9 @@ def run(arguments: InfoArguments) -> None:
         _print_preset(name, as_json=arguments.output.json)
         return
     trained = load(name)
+    if is_builtin(name):
+        _print_trained(trained, f"{name}, inside the package", card=str(builtin.CARD), as_json=arguments.output.json)
+        return
     kind = "Hub:" if hub.is_remote(name) else "folder" if Path(name).is_dir() else "file"
     _print_trained(trained, f"{kind} {name}", as_json=arguments.output.json)
 
@@ -47,7 +50,7 @@ def _print_preset(name: str, *, as_json: bool) -> None:
         output.print_table([*_format_rows(source, config, preprocess, None), ("warning", warning)])
 
 
-def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
+def _print_trained(trained: Trained, source: str, *, card: str | None = None, as_json: bool) -> None:
     config, origin, measurements = trained.model.config, trained.origin, trained.precision_measurements
     warnings = _list_warnings(trained)
     device = find_best_device()
@@ -59,6 +62,7 @@ def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
             "preprocess": None if trained.preprocess is None else to_json(trained.preprocess),
             "labels": None if trained.labels is None else list(trained.labels),
             "origin": dataclasses.asdict(origin),
+            "card": card,
             "warnings": warnings,
             "precision_measurements": [dataclasses.asdict(measurement) for measurement in measurements],
             "precision": precision,
@@ -69,6 +73,7 @@ def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
     rows.append(("origin", f"{origin.format}: {origin.name}"))
     rows.append(("sha256", origin.sha256 or "unknown"))
     rows.append(("license", origin.license or "not stated by the source"))
+    rows.extend(("card", path) for path in [card] if path is not None)
     rows.extend(("changed", change) for change in origin.changes)
     if measurements:
         rows.extend(("measured", measurement.describe()) for measurement in measurements)

@@ -10,7 +10,7 @@ from vitrail.data import public_datasets
 from vitrail.formatting import format_count, format_duration, format_giga
 from vitrail.model import cost
 from vitrail.training.plan import H200_FLOPS, count_recipe_flops
-from vitrail.weights import formats
+from vitrail.weights import builtin, formats
 
 
 def run(arguments: ListArguments) -> None:
@@ -24,8 +24,10 @@ def run(arguments: ListArguments) -> None:
 def _print_models(*, as_json: bool) -> None:
     models = [_describe_preset(name) for name in presets.list_presets()]
     if as_json:
-        output.print_json({"models": models, "formats": list(formats.FORMATS)})
+        trained = {"name": builtin.NAME, "description": builtin.SUMMARY, "license": builtin.LICENSE}
+        output.print_json({"builtin": trained, "models": models, "formats": list(formats.FORMATS)})
         return
+    print(f"{builtin.NAME}: a pre-trained {builtin.SUMMARY}, inside the package; `vitrail info {builtin.NAME}`\n")
     print("Presets, at 224 x 224 with 1000 classes (any patch size works: b20 takes images of 220 x 220):\n")
     header = ("name", "parameters", "multiply-adds", "description")
     rows = [

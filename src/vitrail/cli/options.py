@@ -29,8 +29,10 @@ RECIPE, MODEL, DATA, RUN_FOLDER, COMPUTE = map(Group, ("recipe", "model", "data"
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
-_PRETRAINED_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME"
-_MODEL_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16"
+_PRETRAINED_FORMS = "A file or folder of any known format, builtin, hf:ORG/NAME[@REVISION] or timm:NAME"
+_MODEL_FORMS = (
+    "A file or folder of any known format, builtin, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16"
+)
 _DATA_FORMS = "A folder, a .csv or .jsonl, shards, Parquet files, a downloaded dataset, digits, faces, or hf:ORG/NAME"
 
 Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]

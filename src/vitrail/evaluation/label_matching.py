@@ -66,6 +66,8 @@ def _index_labels(labels: Sequence[str]) -> dict[str, int]:
     imagenet = load_imagenet1k_classes()
     if tuple(labels) == tuple(entry.name for entry in imagenet):
         outputs |= {entry.wordnet_id: output for output, entry in enumerate(imagenet)}
+    elif outputs.keys() <= {entry.name for entry in imagenet}:  # some of them, as Tiny-ImageNet's
+        outputs |= {entry.wordnet_id: outputs[entry.name] for entry in imagenet if entry.name in outputs}
     return outputs
 
 

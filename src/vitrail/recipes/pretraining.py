@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 from typing import Any, get_args
 
-from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config import AugmentConfig, DistillationConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.errors import UsageError
 from vitrail.recipes.finetuning import FinetuneKind
 
@@ -138,6 +138,23 @@ _SMALL_RECIPES = {
     ),
     "tiny-imagenet": _build_small_recipe("s8", 64, epochs=100, data="tiny-imagenet"),
 }
+_BUILTIN_RECIPE = Recipe(
+    model="ti8",
+    settings={"positions": "sincos-2d"},
+    image_size=64,
+    resize=1.0,
+    batch=512,
+    epochs=100,
+    optimizer=OptimizerConfig(kind="muon", lr=2e-3, weight_decay=0.1, momentum=0.95, beta2=0.99, clip=1.0),
+    schedule=ScheduleConfig(warmup=1_000),
+    augment=AugmentConfig(area=(0.2, 1.0), randaugment=(2, 4), mixup=0.2, cutmix=1.0),
+    label_smoothing=0.1,
+    mimetic=True,
+    ema=0.9995,
+    distillation=DistillationConfig(kind="features", weight=0.9),
+    data="tiny-imagenet",
+    source="vitrail: docs/experiments/builtin.md",
+)
 _STUDY_RECIPE = Recipe(
     model="ti8",
     image_size=48,
@@ -204,6 +221,7 @@ RECIPES: dict[str, Recipe] = {
         result="174 of 179 test digits (97.2 %) on an EPYC, 175 on a Xeon; nearest neighbor 175; n = 1, seed 0",
     ),
     **_SMALL_RECIPES,
+    "builtin": _BUILTIN_RECIPE,
     "tiny-imagenet-study": _STUDY_RECIPE,
     "vit-b16-jft": _build_jft_recipe("b16", 7, 8e-4),
     "vit-b32-jft": _build_jft_recipe("b32", 7, 8e-4),

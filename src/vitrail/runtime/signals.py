@@ -18,6 +18,15 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._announce = announce
 
+    def restore_handlers(self) -> None:
+        """Install again the handlers that a library replaced behind Python's back, as LLVM may while it compiles.
+
+        The default handler would end the run without a checkpoint. Handlers that Python code replaced stay.
+        """
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) == self.receive:
+                signal.signal(number, self.receive)
+
     def receive(self, number: int, _: FrameType | None) -> None:
         """Remember the signal; a second Ctrl-C interrupts at once.
 

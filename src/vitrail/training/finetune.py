@@ -34,13 +34,13 @@ from vitrail.training.run_execution import SILENT, RunCallbacks, RunOptions, exe
 from vitrail.training.run_results import collect_result_facts
 from vitrail.training.time_estimate import Deadline, build_deadline
 from vitrail.training.training_run import TrainingRun, adapt_to_dataset
-from vitrail.weights import hub
+from vitrail.weights import builtin
 from vitrail.weights.load import describe_license, is_preset, load
 from vitrail.weights.trained import Trained
 
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
 MAX_EPOCHS = 100  # of a run with a time limit, unless the recipe has more
-_SUGGESTED_MODELS = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
+_SUGGESTED_MODEL = "timm:vit_small_patch16_224.augreg_in21k"
 _MAX_CHECK_SHARE = 0.15  # of the minutes may be spent on checking the images
 _MEDIAN_SAMPLE = 101  # images whose median is taken for the usual size
 
@@ -102,7 +102,8 @@ def finetune(
     """Fine-tune a model in a run folder; return the facts of each run's result.
 
     `baselines` are test images that simpler methods classify correctly, for the report. A new zero head replaces the
-    model's own. The time limit counts from `start_time` (time.monotonic), by default now.
+    model's own; without a model, `builtin` is fine-tuned. The time limit counts from `start_time` (time.monotonic), by
+    default now.
     """
     start_time = time.monotonic() if start_time is None else start_time
     model = check_initial_model(model, options, callbacks.notify)
@@ -134,22 +135,21 @@ def finetune(
 def check_initial_model(
     model: str | Path | Trained | None, options: FinetuneOptions, notify: Notify
 ) -> str | Path | Trained:
-    """The MODEL to start from, refused unless it has been trained or may have random weights."""
+    """The MODEL to start from, by default `builtin`; refused unless it is trained or may have random weights."""
     if isinstance(model, Trained | Path):
         return model
     if model is None:
-        run_names = [str(path.parents[1]) for path in sorted(Path("runs").glob("*/weights/best.safetensors"))]
-        sources = {"runs": run_names, "the Hub's cache": hub.list_cached()}
-        known = [f"{', '.join(names[:5])} ({source})" for source, names in sources.items() if names]
-        raise UsageError(
-            f"say which trained model to start from: --model {_SUGGESTED_MODELS[0]} or --model {_SUGGESTED_MODELS[1]}"
-            " (downloaded from the Hub; extra `hub`), a file, or a run's folder. On this machine, without the network:"
-            f" {'; '.join(known) or 'none yet'}"
+        if options.from_scratch:
+            raise UsageError("--from-scratch starts from the random weights of a preset: name one, such as --model s16")
+        notify(
+            f"starting from the built-in {builtin.SUMMARY}. A larger published model is usually far more accurate:"
+            f" --model {_SUGGESTED_MODEL}"
         )
+        return builtin.NAME
     if is_preset(model) and not (options.from_scratch or options.run.resume):
         raise UsageError(
             f"{model} is a preset, whose weights are random and have learned nothing: name a trained model (--model"
-            f" {_SUGGESTED_MODELS[0]}, a file, a run's folder), or add --from-scratch to start with random weights"
+            f" {_SUGGESTED_MODEL}, a file, a run's folder), or add --from-scratch to start with random weights"
         )
     if options.from_scratch and not is_preset(model):
         raise UsageError(f"--from-scratch is for presets, and {model} is none: omit it, or give a preset (--model s16)")

@@ -343,6 +343,7 @@ class Trainer:
         """Write a checkpoint if it is time, after the last step, or if the run was asked to stop; then stop."""
         run = self.training_run
         self.checkpoint_writer.raise_errors()
+        self.stop_request.restore_handlers()
         is_late = run.group.is_rank0 and time.monotonic() - self.last_checkpoint_time >= self.save_every_seconds
         request = distributed.all_reduce_max(2 * (self.stop_request.signal or 0) + is_late, run.device)
         stop_signal, is_due = divmod(request, 2)

@@ -27,7 +27,7 @@ from vitrail.visualization.feature_pca import ImageColors, compute_image_colors,
 from vitrail.visualization.figure_folder import IMAGE_FOLDERS, FigureFolder
 from vitrail.weights import formats, hub
 from vitrail.weights.adapt import adapt
-from vitrail.weights.load import find_model_path
+from vitrail.weights.load import find_model_path, is_builtin
 from vitrail.weights.trained import Trained, require_preprocess
 
 PAPER_IMAGES = 128  # images that the paper's attention distance is averaged over
@@ -58,7 +58,7 @@ def _is_model(argument: str) -> bool:
         return True
     path = find_model_path(argument)
     if path is None:
-        return presets.has_preset(argument)
+        return is_builtin(argument) or presets.has_preset(argument)
     suffixes = {file.suffix.lower() for file in (path.iterdir() if path.is_dir() else [path])}
     return not suffixes.isdisjoint(formats.FILE_SUFFIXES) and suffixes.isdisjoint(IMAGE_SUFFIXES)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig
 from vitrail.config.model import expand_image_size
-from vitrail.errors import UsageError
+from vitrail.errors import ModelError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.positions import Grid, resample_biases, resample_offsets, resample_positions
 from vitrail.presets import spread_over_channels
@@ -76,6 +76,23 @@ def adapt(
         labels=labels,
         origin=_add_changes(trained.origin, *changes),
         multi_label=trained.multi_label and classes is None,
+    )
+
+
+def round_to_float16(trained: Trained) -> Trained:
+    """Round the weights to the nearest that 16 bits hold; they stay float32, and a file of them can have half the size.
+
+    Weights beyond float16's range are refused.
+    """
+    tensors = {name: tensor.cpu().half() for name, tensor in trained.model.state_dict().items()}
+    if large := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+        raise ModelError(f"weights of {large!r} are beyond float16's range, 65,504: omit --float16")
+    return dataclasses.replace(
+        trained,
+        model=assemble_model(trained.model.config, tensors),
+        origin=_add_changes(trained.origin, "weights: rounded to float16"),
+        precision_measurements=(),
+        activation_ranges=(),
     )
 
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import glob
 import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -281,18 +280,6 @@ def _get_page_url(repo: str) -> str:
 def _import_hub_constants() -> ModuleType:
     require_huggingface_hub()
     return importlib.import_module("huggingface_hub.constants")  # which nothing else may have imported yet
-
-
-def list_cached() -> list[str]:
-    """List the MODEL names of weights in the Hub's cache; none where huggingface_hub is missing."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return []
-    names = []
-    for folder in sorted(Path(_import_hub_constants().HF_HUB_CACHE).glob("models--*--*")):
-        _, owner, name = folder.name.split("--", 2)
-        if any(path.suffix in (*formats.CODELESS_SUFFIXES, ".bin") for path in folder.glob("snapshots/*/*")):
-            names.append(f"timm:{name}" if owner == "timm" else f"hf:{owner}/{name}")
-    return names
 
 
 def suggest_name(model: str) -> str:

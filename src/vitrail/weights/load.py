@@ -1,11 +1,12 @@
 """Load any MODEL as a `Trained`, and save one in any format."""
 
+import difflib
 import os
 from pathlib import Path
 
 from vitrail import files, presets
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import formats, hub, native, tensor_files
+from vitrail.weights import builtin, formats, hub, native, tensor_files
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Trained, create_random, require_trained
@@ -14,12 +15,13 @@ from vitrail.weights.trained import Trained, create_random, require_trained
 def find_model_path(model: str | Path) -> Path | None:
     """The file or folder that MODEL means, or None where it is a name.
 
-    A path wins over a preset's name only when it contains a separator or exists as a file. A run's folder means its
-    best weights.
+    A path wins over `builtin` or a preset's name only when it contains a separator or exists as a file. A run's folder
+    means its best weights.
     """
     path = Path(model)
     is_name = isinstance(model, str) and path.name == model and len(model) <= 255
-    if is_name and not path.is_file() and (presets.has_preset(str(model)) or not path.is_dir()):
+    is_known = model == builtin.NAME or presets.has_preset(str(model))
+    if is_name and not path.is_file() and (is_known or not path.is_dir()):
         return None
     best = path / "weights" / "best.safetensors"
     return best if os.path.isfile(best) else path  # noqa: PTH113, which is False for a name too long for a path
@@ -28,8 +30,9 @@ def find_model_path(model: str | Path) -> Path | None:
 def load(model: str | Path, adapter: str | Path | None = None) -> Trained:
     """Load a MODEL on the CPU, in eval mode.
 
-    A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
-    random weights. `adapter` is a LoRA adapter, of PEFT or of a run, which is merged into it: a folder or hf:ORG/NAME.
+    A file or folder of any known format, `builtin`, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset,
+    which has random weights. `adapter` is a LoRA adapter, of PEFT or of a run, which is merged into it: a folder or
+    hf:ORG/NAME.
 
         trained = vitrail.load("model.safetensors")
         print(trained.model.config, trained.preprocess, trained.labels)
@@ -53,12 +56,22 @@ def _load_model(model: str | Path) -> Trained:
         if remote and not path.parent.exists():
             raise ModelError(f"{name} does not exist; if you meant the Hub's model, give {remote}")
         return read_model(path)
+    if name == builtin.NAME:
+        return builtin.load_builtin()
     if remote:
         raise UsageError(f"no file or folder is called {name!r}; if you meant the Hub's model, give {remote}")
     if not presets.has_preset(name):
-        hint = files.suggest_path(Path(name)) or f", and {presets.describe_unknown_preset(name)}"
-        raise UsageError(f"no file or folder is called {name!r}{hint}")
+        raise UsageError(f"no file or folder is called {name!r}{_suggest_model(name)}")
     return create_random(name)
+
+
+def _suggest_model(name: str) -> str:
+    """The end of an error for a name that means nothing: the nearest file, folder or name."""
+    if hint := files.suggest_path(Path(name)):
+        return hint
+    if difflib.get_close_matches(name.lower(), [builtin.NAME]):
+        return f"; did you mean {builtin.NAME}?"
+    return f", and {presets.describe_unknown_preset(name)}"
 
 
 def describe_license(model: str | Path, trained: Trained) -> str | None:
@@ -76,6 +89,11 @@ def check_loadable(model: str | Path) -> None:
             f"{model} is timm's own network, which vitrail measures (`vitrail evaluate {model} DATA`) but cannot train"
             f" or look into; timm:{name} reads its weights into vitrail's model, where that has the architecture"
         )
+
+
+def is_builtin(model: str) -> bool:
+    """Whether MODEL names the pre-trained model inside the package."""
+    return model == builtin.NAME and find_model_path(model) is None
 
 
 def is_preset(model: str) -> bool:

@@ -41,7 +41,7 @@ class PredictArguments:
     """
 
     model: Annotated[str, Positional, arg(metavar="MODEL")]
-    """A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or an exported .onnx or .xml."""
+    """A file or folder of any known format, builtin, hf:ORG/NAME, timm:NAME, a preset, or an exported .onnx or .xml."""
     paths: Annotated[tuple[str, ...], Positional, arg(metavar="PATHS")]
     """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), Parquet files, lists (.csv,
     .jsonl), or - for a list of paths on standard input, one per line."""
@@ -107,7 +107,7 @@ class EvaluateArguments:
     """
 
     model: Annotated[str, Positional, arg(metavar="MODEL")]
-    """A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or timm-model:NAME."""
+    """A file or folder of any known format, builtin, hf:ORG/NAME, timm:NAME, a preset, or timm-model:NAME."""
     data: Data
     against: Annotated[tuple[str, ...], arg(metavar="MODEL...")] = ()
     """Other models to measure on the same images; each is compared with the first."""
@@ -179,7 +179,7 @@ class FiguresArguments:
     images: Annotated[tuple[str, ...], Positional, arg(metavar="[MODEL] [IMAGES...]")] = ()
     """Images, folders of images, globs, - for a list of paths on standard input, or a dataset such as digits, of which
     the test images are taken. The first may be a second model: a file of weights, a folder of weights without images,
-    hf:ORG/NAME, timm:NAME or a preset; ./b16 is a folder of images."""
+    builtin, hf:ORG/NAME, timm:NAME or a preset; ./b16 is a folder of images."""
     out: OptionalFolder = None
     """A folder that is new, empty or written by this command; runs/figures, runs/figures-2, ... by default."""
     boxes: Annotated[OptionalFile, _MEASUREMENT] = None

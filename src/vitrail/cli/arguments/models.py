@@ -69,7 +69,7 @@ class ConvertArguments:
     """
 
     source: Annotated[str, Positional, arg(metavar="SRC")]
-    """A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16."""
+    """A file or folder of any known format, builtin, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16."""
     destination: Annotated[Path, Positional, arg(metavar="DST")]
     """The file or folder to write."""
     to: Annotated[TargetFormat | None, arg(metavar="FORMAT")] = None
@@ -95,8 +95,9 @@ class ConvertArguments:
     int8: Annotated[bool, _PRECISION] = False
     """For onnx: store the weights in 8 bits, a third of the size; --measure shows how the predictions change."""
     float16: Annotated[bool, _PRECISION] = False
-    """For onnx: matrix products in float16, half the size, for GPUs. Refused where predictions on the images of
-    --measure change."""
+    """For vitrail: store the weights in 16 bits, rounded to nearest, half the size; they are float32 again when loaded.
+    For onnx: matrix products in float16, half the size, for GPUs. Refused where predictions on the images of --measure
+    change."""
     measure: Annotated[str | None, _PRECISION, arg(metavar="DATA")] = None
     """Images on which to compare lower precisions with float32 on this CPU: a folder, a .csv or .jsonl, shards,
     hf:ORG/NAME, ... A vitrail file then records the fastest one whose predictions agree."""
@@ -163,7 +164,7 @@ class ServeArguments:
     """
 
     models: Annotated[tuple[str, ...], Positional, arg(metavar="MODEL")]
-    """Files or folders of any known format, hf:ORG/NAME, timm:NAME, or presets; the page compares two."""
+    """Files or folders of any known format, builtin, hf:ORG/NAME, timm:NAME, or presets; the page compares two."""
     host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; other machines reach it only at 0.0.0.0 or an address of the network."""
     port: Number = 8000

@@ -71,8 +71,8 @@ class FinetuneArguments:
 
     data: Data
     model: Annotated[str | None, arg(metavar="MODEL")] = None
-    """The model to start from (required): a file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME;
-    with --from-scratch a preset."""
+    """The model to start from: a file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME; with
+    --from-scratch a preset. Default: builtin, the small pre-trained ViT inside the package."""
     recipe: Annotated[
         FinetuneRecipe | str, RECIPE, FileSuffixes((".toml", ".json")), arg(metavar="default|paper|bit|FILE")
     ] = "default"
@@ -115,7 +115,8 @@ class DistillArguments:
     """
 
     teacher_name: Annotated[str, Positional, arg(metavar="TEACHER")]
-    """The model to learn from: a file or folder of any known format, a run, hf:ORG/NAME[@REVISION] or timm:NAME."""
+    """The model to learn from: a file or folder of any known format, a run, builtin, hf:ORG/NAME[@REVISION] or
+    timm:NAME."""
     data: DataOption
     model: Annotated[str | None, arg(metavar="STUDENT")] = None
     """The student: a trained model to start from, or a preset, whose weights are random. Not with a recipe that names a
