@@ -8,7 +8,14 @@ import pytest
 from tests.model_factory import build_trained, build_vit
 from vitrail.data.memory import build_memory_dataset
 from vitrail.evaluation.probe import ProbeScore
-from vitrail.report.demo_page import DemoFacts, PhotoPrediction, format_score, list_short_labels, render_demo_page
+from vitrail.report.demo_page import (
+    DemoFacts,
+    PhotoPrediction,
+    format_probability,
+    format_score,
+    list_short_labels,
+    render_demo_page,
+)
 from vitrail.training.learning_curve import METHODS, CurveSettings, LearningCurve
 
 
@@ -57,3 +64,7 @@ def test_a_label_is_its_first_synonym_and_never_markup(facts: DemoFacts) -> None
 def test_a_score_of_one_draw_has_no_deviation() -> None:
     assert format_score(make_score("built-in", 1, 40)) == "80.0"
     assert format_score(make_score("built-in", 1, 40, 44)) == "84.0 ± 5.7"
+
+
+def test_a_small_probability_is_not_none() -> None:
+    assert [format_probability(value) for value in (0.994, 0.004)] == ["99\N{NO-BREAK SPACE}%", "<1\N{NO-BREAK SPACE}%"]

@@ -94,6 +94,11 @@ def format_score(score: ProbeScore) -> str:
     return f"{100 * score.top1:.1f}{spread}"
 
 
+def format_probability(probability: float) -> str:
+    """Whole percents: 59 %, or <1 %."""
+    return "<1\N{NO-BREAK SPACE}%" if probability < 0.005 else fact_rows.format_percent(probability, 0)
+
+
 def list_short_labels(labels: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     """The labels, each by the first of its synonyms."""
     return [(label.partition(",")[0], probability) for label, probability in labels]
@@ -109,8 +114,11 @@ def _load_template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "percent": fact_rows.format_percent, "interval": fact_rows.format_interval, "printable": make_printable,
-    }  # fmt: skip
+        "percent": fact_rows.format_percent,
+        "interval": fact_rows.format_interval,
+        "printable": make_printable,
+        "probability": format_probability,
+    }
     return environment.get_template("demo.html")
 
 
