@@ -6,7 +6,7 @@ from vitrail.api.demo import COUNTEREXAMPLE, DATA, DemoResult, run_demo
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.training import DemoArguments
 from vitrail.formatting import format_duration
-from vitrail.report.demo_page import format_probability, format_score, list_short_labels
+from vitrail.report.demo_page import format_score, list_short_labels
 from vitrail.training.learning_curve import LearningCurve
 
 _TITLES = {
@@ -51,6 +51,12 @@ def _list_facts(result: DemoResult) -> Iterator[tuple[str, str]]:
     yield "", f"not fine-tuned, from the same 60 photos: {others}"
     for photo in result.photos:
         labels = list_short_labels(photo.labels)[:_LISTED_LABELS]
-        yield photo.name, ", ".join(f"{label} {format_probability(probability)}" for label, probability in labels)
+        yield (
+            photo.name,
+            ", ".join(
+                f"{label} {probability:.0%}" if probability >= 0.005 else f"{label} <1%"
+                for label, probability in labels
+            ),
+        )
     yield "time", format_duration(result.seconds)
     yield "report", f"{result.folder}/report.html"
