@@ -5,7 +5,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 .PHONY: demo test package docs cuda soak attack lint peers browser clean
 
-demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
+demo: .venv/.installed  ## what the built-in model can do, measured here in two minutes: runs/demo/report.html
 	$(BIN)/vitrail demo
 
 test: .venv/.dev lint  ## style, types, layers, and the suite in parallel; what the machine lacks is skipped and named

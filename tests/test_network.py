@@ -16,7 +16,7 @@ from vitrail.cli import COMMANDS, main
 from vitrail.config import PreprocessConfig
 
 OTHERS = {  # what no page of tests/test_readme.py shows, the extras among it, and how it ends
-    "demo --help": 0,  # it trains as the next one does, for two minutes
+    "demo --help": 0,  # it is run in tests/cli/test_demo.py
     "train digits --data digits --epochs 0.1 --warmup 1 --track tensorboard --out runs/tracked": 0,
     "study ablate digits --data digits --variants depth=1 --epochs 0.1 --out runs/ablation": 0,
     "data list": 0,

@@ -88,7 +88,7 @@ def test_the_groups_of_finetune() -> None:
 def test_defaults_choices_and_what_is_required_are_stated() -> None:
     words = {verb: " ".join(format_help(verb).split()) for verb in ("train", "serve", "convert", "study vtab")}
     assert "usage: vitrail train RECIPE --data DATA [options]" in words["train"]
-    assert "digits, or hf:ORG/NAME. (required)" in words["train"]
+    assert "faces, or hf:ORG/NAME. (required)" in words["train"]
     assert "--port N Port to listen on; 0 takes any free one and prints it. (default: 8000)" in words["serve"]
     assert "One of bilinear-corners, bilinear," in words["convert"]
     assert "for the mean and standard deviation. (default: 1)" in words["study vtab"]  # 3 in the other studies

@@ -1,4 +1,4 @@
-"""`vitrail report` as a user calls it, and what train, finetune and demo leave."""
+"""`vitrail report` as a user calls it, and what train and finetune leave."""
 
 import json
 import shutil

@@ -145,3 +145,23 @@ def test_every_value_of_uint8_comes_back_from_floats() -> None:
 def test_floats_that_are_no_image_are_refused_with_the_rule(pixels: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         convert_image(pixels, "x")
+
+
+def test_faces_come_with_their_splits() -> None:
+    """Faces are brighter in the middle than at the top left corner, where backgrounds are often black."""
+    pytest.importorskip("skimage")
+    faces = open_dataset("faces")
+    assert faces.classes == ("face", "background")
+    sizes = {name: np.bincount([split.get_labels(row)[0] for row in range(len(split))]).tolist()
+             for name, split in faces.splits.items()}  # fmt: skip
+    assert sizes == {"train": [30, 30], "val": [35, 35], "test": [35, 35]}
+    names = [split.get_image_name(row) for split in faces.splits.values() for row in range(len(split))]
+    assert len(set(names)) == 200
+    test = faces.splits["test"]
+    means: dict[int, list[float]] = {0: [], 1: []}
+    for row in range(len(test)):
+        pixels = decode(test.read_image(row), 1, name="face")
+        assert tuple(pixels.shape) == (1, 25, 25)
+        means[test.get_labels(row)[0]].append(float(pixels.float().mean()))
+    assert np.mean(means[0]) > np.mean(means[1]) + 20
+    assert not faces.generated_splits

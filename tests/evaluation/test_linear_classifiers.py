@@ -43,6 +43,18 @@ def test_ridge_by_hand() -> None:
     assert head.count_correct(train) == 2
 
 
+def test_features_scaled_alike_keep_their_proportions() -> None:
+    """Of one image of each class a feature's own deviation is its difference, and every feature counts as much."""
+    train = Features(torch.tensor([[0.0, 0.0], [10.0, 0.1]]), torch.tensor([0, 1]))
+    noisy = Features(torch.tensor([[1.0, 0.09]]), torch.tensor([0]))  # near the first image but for a small feature
+    (alike,) = solve_ridge(train, 2, [1.0], per_feature=False)
+    (each,) = solve_ridge(train, 2, [1.0])
+    assert alike.count_correct(noisy) == 1
+    assert abs(float(alike.weight[0, 0])) == pytest.approx(100 * abs(float(alike.weight[0, 1])), rel=1e-3)
+    ratio = abs(float(each.weight[0, 1])) / abs(float(each.weight[0, 0]))
+    assert ratio == pytest.approx(100, rel=1e-2)  # ten times as far apart, divided by deviations likewise, twice
+
+
 def predict_closed_form(train: Features, classes: int, penalty: float, values: Tensor) -> np.ndarray:
     """The paper's evaluator in NumPy."""
     x, y = train.values.double().numpy(), 2.0 * np.eye(classes)[train.targets.numpy()] - 1

@@ -150,3 +150,16 @@ def test_heads_are_dots_and_their_means_a_line() -> None:
     assert len(dots) == 4
     assert first[1] == pytest.approx((dots[0] + dots[1]) / 2, abs=0.1)
     assert second[1] == pytest.approx((dots[2] + dots[3]) / 2, abs=0.1)
+
+
+def test_a_learning_curve_is_inside_its_band() -> None:
+    curve = svg_charts.CurveLine(2, (0.5, 0.7, 0.9), (0.1, 0.05, 0.2))
+    chart = svg_charts.draw_learning_curve([curve], (1, 5, 30), label="x", x_label="images")
+    [line], [band] = lines(chart, "line s2"), lines(chart, "band s2")
+    upper, lower = band[:3], band[:2:-1]
+    for above, middle, below in zip(upper, line, lower, strict=True):
+        assert above[0] == middle[0] == below[0]
+        assert above[1] < middle[1] < below[1]  # down the page
+    assert line[1][1] - upper[1][1] == pytest.approx(lower[1][1] - line[1][1], abs=0.2)
+    assert line[2][1] - upper[2][1] < lower[2][1] - line[2][1]  # no accuracy is above 100 %
+    assert [f">{shots}</text>" in chart for shots in (1, 5, 30)] == [True] * 3

@@ -1,16 +1,13 @@
 """Training from random weights through Python, as `vitrail train` does."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from vitrail import recipes, remote
-from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
 from vitrail.training.losses import softmax_cross_entropy
-from vitrail.training.pretrain import PretrainingOptions, choose_recipe, pretrain, run_demo
+from vitrail.training.pretrain import PretrainingOptions, choose_recipe, pretrain
 from vitrail.training.recipe_overrides import RecipeOverrides
 from vitrail.training.run_execution import RunCallbacks, RunOptions
 from vitrail.weights.load import load
@@ -68,16 +65,3 @@ def test_a_masked_recipe_refuses_a_loss_of_classes(recipe: str, tmp_path: Path) 
     with pytest.raises(UsageError, match=rf"{recipe} predicts masked patches .*omit `loss`, or choose another target"):
         pretrain(recipe, "no such data", options)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_demo_is_uploaded_to_its_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    short = dataclasses.replace(recipes.get_recipe("digits"), epochs=0.2, schedule=ScheduleConfig(warmup=0))
-    monkeypatch.setattr(recipes, "get_recipe", lambda _: short)
-    notes: list[str] = []
-    result = run_demo("memory://bucket/demo", resume=False, callbacks=RunCallbacks(notify=notes.append))
-    assert result.folder == Path("runs/bucket/demo")
-    assert f"the run works in {result.folder} and is copied to memory://bucket/demo" in notes
-    local = {str(path.relative_to(result.folder)) for path in result.folder.rglob("*") if path.is_file()}
-    uploaded = set(remote.list_files("memory://bucket/demo"))
-    assert {"config.json", "results.csv", "weights/best.safetensors"} <= uploaded <= local

@@ -35,7 +35,7 @@ class Command(NamedTuple):
 COMMAND_GROUPS = {
     "start here": {
         "demo": Command(
-            "train a small model to read digits, in two minutes", "demo.run", "training.DemoArguments", "vitrail demo"
+            "show what the built-in model can do, in two minutes", "demo.run", "training.DemoArguments", "vitrail demo"
         ),
         "finetune": Command(
             "fine-tune a pretrained model on your own images",
@@ -342,7 +342,8 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
         print(_import_attribute("vitrail.cli", "help.format_command_help")(verb, command, signature))
         return
     arguments = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, signature, rest)
-    let_threads_sleep(always=getattr(arguments, "minutes", None) is not None)  # before the body imports torch
+    is_timed = verb == "demo" or getattr(arguments, "minutes", None) is not None  # whatever else the machine does
+    let_threads_sleep(always=is_timed)  # before the body imports torch
     body = _import_attribute("vitrail.cli", command.body)
     with _import_attribute("vitrail.api", "keyword_errors.keep_option_names")():
         body(arguments)

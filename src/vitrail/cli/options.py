@@ -37,7 +37,7 @@ _PRETRAINED_FORMS = "A file or folder of any known format, builtin, hf:ORG/NAME[
 _MODEL_FORMS = (
     "A file or folder of any known format, builtin, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16"
 )
-_DATA_FORMS = "A folder, a .csv or .jsonl, shards, Parquet files, a downloaded dataset, digits, or hf:ORG/NAME"
+_DATA_FORMS = "A folder, a .csv or .jsonl, shards, Parquet files, a downloaded dataset, digits, faces, or hf:ORG/NAME"
 
 Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
 Data = Annotated[str, Positional, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]

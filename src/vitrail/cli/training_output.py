@@ -20,7 +20,7 @@ from vitrail.training.time_estimate import RunEstimate, estimate_run
 from vitrail.training.training_run import TrainingRun, make_run_config
 
 T = TypeVar("T")
-_TRAINING_COMMANDS = ("demo", "distill", "finetune", "train")
+_TRAINING_COMMANDS = ("distill", "finetune", "train")
 
 
 def build_command_options(kind: type[T], arguments: TrainArguments | FinetuneArguments | DistillArguments) -> T:

@@ -1,4 +1,4 @@
-"""Datasets made of Python objects: arrays, lists of (image, label), and torch datasets; and the digits."""
+"""Datasets made of Python objects: arrays, lists of (image, label), torch datasets; and those of installed packages."""
 
 import dataclasses
 import hashlib
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from vitrail.data import holdout
 from vitrail.data.dataset import SPLITS, Dataset, build_dataset
+from vitrail.data.randomness import sample_indices
 from vitrail.data.sample_table import UNLABELED, SampleTable
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import pluralize
 
 NAME = "images in memory"
-DIGITS_NAME = "digits"
+DIGITS_NAME, FACES_NAME = "digits", "faces"
+_FACES_CLASSES = ("face", "background")  # in the order of the images
+_FACES_TRAIN, _FACES_VAL = 30, 35  # images of each class; the rest is for the test
 _PIXELS = ((3,), (4,))  # the shapes of a pixel in an array (H, W, C)
 
 
@@ -113,6 +116,30 @@ def open_digits(*, holdout_fraction: float = 0.1) -> Dataset:
     return _hold_out(DIGITS_NAME, store, column, "0123456789", DIGITS_NAME, holdout_fraction)
 
 
+def open_faces() -> Dataset:
+    """Open the 200 photographs of 25 x 25 pixels in scikit-image's wheel: 100 faces and 100 pieces of background.
+
+    They are from Labeled Faces in the Wild (Huang et al. 2012). 30 images of each class are for training, 35 for
+    validation and 35 for the test, always the same.
+    """
+    try:
+        from skimage.data import lfw_subset
+    except ImportError as error:
+        raise UsageError("faces come with scikit-image: pip install 'vitrail[demo]'") from error
+    pixels = np.round(lfw_subset() * 255).astype(np.uint8)
+    each = len(pixels) // len(_FACES_CLASSES)
+    labels = np.repeat(np.arange(len(_FACES_CLASSES), dtype=np.int32), each)
+    column = np.full(len(pixels), SPLITS.index("test"), dtype=np.int8)
+    for label in range(len(_FACES_CLASSES)):
+        order = label * each + sample_indices(each, each, f"{FACES_NAME} {label}")
+        column[order[:_FACES_TRAIN]] = SPLITS.index("train")
+        column[order[_FACES_TRAIN : _FACES_TRAIN + _FACES_VAL]] = SPLITS.index("val")
+    store = MemoryStore(
+        (_Columns(pixels, labels.tolist()),), (len(pixels),), SampleTable({"label": labels}), name_digits=3
+    )
+    return _hold_out(FACES_NAME, store, column, _FACES_CLASSES, FACES_NAME, holdout_fraction=0.1)
+
+
 def _hold_out(
     name: str,
     store: MemoryStore,
@@ -121,7 +148,7 @@ def _hold_out(
     identity: str,
     holdout_fraction: float,
 ) -> Dataset:
-    """The dataset with the splits that it lacks."""
+    """The dataset with the splits that it lacks, if any."""
     split = holdout.complete_splits(
         column, store.table, store.get_name, identity=identity, holdout_fraction=holdout_fraction
     )

@@ -1,4 +1,5 @@
-"""Opening a DATA argument: a folder, a list, shards, Parquet files, a downloaded dataset, `digits`, or a Hub dataset.
+"""Opening a DATA argument: a folder, a list, shards, Parquet files, a downloaded dataset, `digits`,
+`faces`, or a Hub dataset.
 
 Folders, lists, shards and Parquet files may be remote: s3://bucket/name. Only such a name, or hf:, opens a connection.
 """
@@ -21,7 +22,14 @@ from vitrail.data import (
     webdataset,
 )
 from vitrail.data.dataset import Dataset
-from vitrail.data.memory import DIGITS_NAME, InMemoryData, build_memory_dataset, open_digits
+from vitrail.data.memory import (
+    DIGITS_NAME,
+    FACES_NAME,
+    InMemoryData,
+    build_memory_dataset,
+    open_digits,
+    open_faces,
+)
 from vitrail.errors import DataError, NoImageError, UsageError
 from vitrail.files import suggest_path
 from vitrail.formatting import pluralize
@@ -86,6 +94,8 @@ def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
     if "/" not in name and not Path(name).is_file():
         if name == DIGITS_NAME:
             return open_digits(holdout_fraction=holdout_fraction)
+        if name == FACES_NAME:
+            return open_faces()
         if name in public_datasets.PUBLIC_DATASETS:
             stored = public_datasets.get_dataset_folder(name)
             if stored.exists():
@@ -104,7 +114,7 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
     if _is_file(location):
         return _open_misnamed_tar(location, holdout_fraction)
     if isinstance(location, Path) and not location.is_dir():
-        names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
+        names = ", ".join((DIGITS_NAME, FACES_NAME, *public_datasets.PUBLIC_DATASETS))
         hint = suggest_path(location) or "."
         raise DataError(
             f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, Parquet files,"

@@ -74,19 +74,24 @@ class LinearHead(NamedTuple):
 
 
 class Standardizer(NamedTuple):
-    """Scales each feature to mean 0 and variance 1 over the training images."""
+    """Scales features to mean 0 and variance 1 over the training images, each by itself or all alike."""
 
     mean: Tensor  # float64 (D,)
     std: Tensor  # float64 (D,)
 
     @classmethod
-    def fit(cls, train: Features) -> "Standardizer":
-        """Compute mean and standard deviation; the paper's authors add 1e-5 to the latter."""
+    def fit(cls, train: Features, *, per_feature: bool = True) -> "Standardizer":
+        """Compute mean and standard deviation; the paper's authors add 1e-5 to the latter.
+
+        A deviation of a few images is noise: between one image of each of two classes, every feature differs by the
+        same two deviations of its own. Without `per_feature` all are scaled by the mean variance.
+        """
         images = len(train.values)
         mean = train.values.mean(dim=0, dtype=torch.float64)
         variance = torch.zeros_like(mean)
         for values, _ in train.iterate_chunks(1):
             variance += (values.double() - mean).square().sum(dim=0) / images
+        variance = variance if per_feature else variance.mean().expand_as(variance)
         return cls(mean, variance.sqrt() + _STD_EPSILON)
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -103,15 +108,20 @@ class Standardizer(NamedTuple):
 
 
 def solve_ridge(
-    train: Features, num_classes: int, penalties: Sequence[float], *, dual: bool | None = None
+    train: Features,
+    num_classes: int,
+    penalties: Sequence[float],
+    *,
+    dual: bool | None = None,
+    per_feature: bool = True,
 ) -> list[LinearHead]:
     """For each penalty the least-squares map from standardized features to 1 for the true class and -1 for the others.
 
-    Primal solves D equations, dual n; the default is whichever is fewer.
+    Primal solves D equations, dual n; the default is whichever is fewer. `per_feature` is the standardizer's.
     """
     if min(penalties) <= 0:
         raise UsageError(f"lambda is {min(penalties):g}; it must be above 0")
-    standardizer = Standardizer.fit(train)
+    standardizer = Standardizer.fit(train, per_feature=per_feature)
     columns = train.values.shape[1] + 1
     dual = len(train.values) < columns if dual is None else dual
     solve = _solve_dual if dual else _solve_primal

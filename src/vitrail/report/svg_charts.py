@@ -34,6 +34,15 @@ class ChartLine(NamedTuple):
     y: Sequence[float]
 
 
+class CurveLine(NamedTuple):
+    """A line of a learning curve: the mean accuracy at each number of images, and its spread over the draws."""
+
+    color: int
+    """The first, second or third of the page's."""
+    means: Sequence[float]
+    spreads: Sequence[float]
+
+
 class _Axes(NamedTuple):
     """The ranges of a chart's axes."""
 
@@ -66,6 +75,26 @@ def draw_lines(lines: Sequence[ChartLine], *, label: str, x_label: str, percent:
         parts.append(_draw_line([axes.map_point(*point) for point in line], f"line s{index}"))
         if len(line) <= MAX_MARKED_POINTS:
             parts.extend(_draw_dot(*axes.map_point(*point), f"dot point s{index}") for point in line)
+    return _make_svg(label, parts)
+
+
+def draw_learning_curve(lines: Sequence[CurveLine], shots: Sequence[int], *, label: str, x_label: str) -> Markup:
+    """Draw accuracies with bands of their spread; the numbers of images are evenly spaced, up to 100 %."""
+    lowest = min(mean - spread for line in lines for mean, spread in zip(line.means, line.spreads, strict=True))
+    axes = _Axes((-0.15, len(shots) - 0.85), (max(0.0, math.floor(10 * lowest) / 10), 1.0))
+    parts = [*_draw_axes(axes, x_label, lambda value: f"{value:.0%}", show_x_ticks=False, min_steps=(0.0, 0.1))]
+    for position, number in enumerate(shots):
+        x, y = axes.map_point(position, axes.y[0])
+        parts.append(_draw_text(x, y + 15, f"{number:,}", "quiet"))
+    for color, means, spreads in lines:
+        points = list(zip(range(len(shots)), means, spreads, strict=True))
+        upper = [axes.map_point(position, min(1.0, mean + spread)) for position, mean, spread in points]
+        lower = [axes.map_point(position, max(axes.y[0], mean - spread)) for position, mean, spread in points]
+        parts.append(_draw_line([*upper, *reversed(lower)], f"band s{color}"))
+    for line in lines:
+        dots = [axes.map_point(position, mean) for position, mean in enumerate(line.means)]
+        parts.append(_draw_line(dots, f"line s{line.color}"))
+        parts.extend(_draw_dot(*point, f"dot point s{line.color}") for point in dots)
     return _make_svg(label, parts)
 
 

@@ -97,11 +97,13 @@ def finetune(
     callbacks: RunCallbacks = SILENT,
     *,
     start_time: float | None = None,
+    baselines: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Fine-tune a model in a run folder; return the facts of each run's result.
 
-    A new zero head replaces the model's own; without a model, `builtin` is fine-tuned. The time limit counts from
-    `start_time` (time.monotonic), by default now.
+    `baselines` are test images that simpler methods classify correctly, for the report. A new zero head replaces the
+    model's own; without a model, `builtin` is fine-tuned. The time limit counts from `start_time` (time.monotonic), by
+    default now.
     """
     start_time = time.monotonic() if start_time is None else start_time
     model = check_initial_model(model, options, callbacks.notify)
@@ -122,6 +124,7 @@ def finetune(
                 resume=plan.resume,
                 audit=plan.audit,
                 deadline=deadline,
+                baselines=baselines,
             )
             if result is not None:
                 results.append(collect_result_facts(run, result, folder))

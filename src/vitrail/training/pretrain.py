@@ -1,28 +1,23 @@
-"""Train a model from random weights by a recipe: what `vitrail train` and `vitrail demo` call."""
+"""Train a model from random weights by a recipe: what `vitrail train` calls."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vitrail import recipes
 from vitrail.config import MaskedTarget, Recipe
-from vitrail.data.dataset import Dataset
-from vitrail.data.loader import load_resident_images
-from vitrail.data.sources import DataSource, get_data_name, open_dataset
+from vitrail.data.sources import DataSource, get_data_name
 from vitrail.errors import UsageError
-from vitrail.evaluation.predictions import Counts
-from vitrail.formatting import pluralize
 from vitrail.runtime import distributed
-from vitrail.runtime.cpu_threads import use_one_thread
-from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.runtime.distributed import ProcessGroup
 from vitrail.training import recipe_overrides
 from vitrail.training.dataset_checks import check_classes, check_images, list_dataset_notes
 from vitrail.training.recipe_overrides import RecipeOverrides
 from vitrail.training.run_execution import SILENT, RunCallbacks, RunOptions, execute_run, join_run_processes
-from vitrail.training.run_results import RunResult, collect_result_facts
+from vitrail.training.run_results import collect_result_facts
 from vitrail.training.training_run import TrainingRun
 
 
@@ -118,62 +113,3 @@ def build_pretraining_run(
     return options.run.build_run(
         recipe_overrides.choose_loss(recipe, dataset), dataset, group, device, probe_shots=options.probe_shots
     )
-
-
-class DemoResult(NamedTuple):
-    """The result of the demo."""
-
-    folder: Path
-    counts: Counts
-    nearest_neighbor: int
-    """Test digits that the nearest neighbor classifies correctly."""
-
-    def list_mistakes(self) -> list[str]:
-        """Which digit was read as which, the most frequent first."""
-        confusion = self.counts.confusion.clone().fill_diagonal_(0)
-        mistakes = sorted(
-            (int(count), true, predicted)
-            for true, row in enumerate(confusion)
-            for predicted, count in enumerate(row)
-            if count
-        )
-        return [
-            f"{true} read as {predicted}{f' {count} times' if count > 1 else ''}"
-            for count, true, predicted in reversed(mistakes)
-        ]
-
-
-def run_demo(out: str | None, *, resume: bool, callbacks: RunCallbacks) -> DemoResult:
-    """Train the recipe digits on the CPU in a run folder; it takes two minutes."""
-    dataset, recipe = open_dataset("digits"), recipes.get_recipe("digits")
-    options = RunOptions(out=out, resume=resume)
-    folder, resume = options.choose_folder("demo", SINGLE_PROCESS, callbacks.notify)
-    images, epochs = len(dataset.splits["train"]), pluralize(recipe.epochs, "epoch")
-    callbacks.notify(f"training {recipe.model} on {images:,} digits for {epochs}")
-    with use_one_thread():  # so small a model gains nothing by a second thread, and loses much on a busy machine
-        run = TrainingRun(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        nearest_neighbor = _count_nearest_neighbor_correct(dataset)
-        _, audit = check_images(dataset, "digits", notify=callbacks.notify, show_progress=callbacks.show_progress)
-        result = execute_run(
-            run,
-            folder,
-            "digits",
-            options,
-            callbacks,
-            resume=resume,
-            audit=audit,
-            baselines={"nearest neighbor by pixels": nearest_neighbor},
-        )
-    assert isinstance(result, RunResult), "the demo is one process, and has labels"
-    return DemoResult(folder, result.counts, nearest_neighbor)
-
-
-def _count_nearest_neighbor_correct(dataset: Dataset) -> int:
-    """Test digits whose most similar training digit has the same label: the simplest baseline."""
-    splits = (
-        load_resident_images(dataset.splits[name], channels=1, num_classes=10, device="cpu")
-        for name in ("train", "test")
-    )
-    (train, train_labels), (test, test_labels) = (images for images in splits if images is not None)
-    nearest = torch.cdist(test.flatten(1).float(), train.flatten(1).float()).argmin(dim=1)
-    return int((train_labels[nearest] == test_labels).sum())

@@ -12,7 +12,7 @@ from vitrail import presets
 from vitrail.config.model import expand_image_size
 from vitrail.data import file_list, image_paths, public_datasets, webdataset
 from vitrail.data.image_headers import IMAGE_SUFFIXES
-from vitrail.data.memory import DIGITS_NAME
+from vitrail.data.memory import DIGITS_NAME, FACES_NAME
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.runtime import devices
@@ -92,7 +92,8 @@ def list_images(arguments: Sequence[str]) -> list[FigureImage]:
 
 def _iterate_images(arguments: Sequence[str]) -> Iterator[FigureImage]:
     for argument in arguments:
-        known = argument in (DIGITS_NAME, *public_datasets.PUBLIC_DATASETS) or webdataset.is_tar_pattern(argument)
+        names = (DIGITS_NAME, FACES_NAME, *public_datasets.PUBLIC_DATASETS)
+        known = argument in names or webdataset.is_tar_pattern(argument)
         if known or Path(argument).suffix.lower() in file_list.LIST_SUFFIXES:
             splits = open_dataset(argument).splits
             split = next(splits[name] for name in ("test", "val", "train") if name in splits)

@@ -181,20 +181,33 @@ def plot_accuracy_bars(
 
 
 def plot_accuracy_curves(
-    curves: Mapping[str, Sequence[tuple[float, float, float | None]]], path: Path, *, title: str, x_name: str
+    curves: Mapping[str, Sequence[tuple[float, float, float | None]]],
+    path: Path,
+    *,
+    title: str,
+    x_name: str,
+    name_each_x: bool = False,
+    colors: Mapping[str, str] | None = None,
 ) -> None:
     """Plot accuracies over numbers of any scale, a curve for each name: points are (x, mean, standard deviation).
 
-    A band shows the standard deviation, where there are several runs.
+    A band shows the standard deviation, where there are several runs. With `name_each_x` the axis has a number at each
+    point, and none between them.
+    `colors` are by name.
     """
     with open_figure(path, (6.4, 4.4)) as figure:
         axes = figure.subplots()
-        for (name, points), color in zip(curves.items(), itertools.cycle(_GROUP_COLORS), strict=False):
+        for (name, points), next_color in zip(curves.items(), itertools.cycle(_GROUP_COLORS), strict=False):
+            color = (colors or {}).get(name, next_color)
             x, means, deviations = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
             axes.plot(x, means, color=color, marker="o", label=shorten_name(name, _MAX_NAME_LETTERS))
             if np.isfinite(deviations).any():
                 axes.fill_between(x, means - deviations, means + deviations, color=color, alpha=0.18, linewidth=0)
         axes.set_xscale("log")
+        if name_each_x:
+            values = sorted({x for points in curves.values() for x, *_ in points})
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.set_xticks([], minor=True)
         axes.set(xlabel=x_name, ylabel="accuracy")
         format_as_percent(axes.yaxis)
         axes.set_title(make_printable(title))

@@ -141,15 +141,15 @@ class DistillArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoArguments:
-    """Train a small ViT to read handwritten digits.
+    """Show what the built-in model can do, on photos that installed packages bring.
 
-    It trains on 1,439 real digits of 8 x 8 pixels and is tested on 179 others, in about two minutes.
+    It compares the model's features with the same network from random weights and with the nearest neighbor by pixels,
+    at 1 to 30 training images of each class. Then it fine-tunes the model and classifies photos. It takes about two
+    minutes on two cores and needs no network.
     """
 
     out: OptionalFolder = None
-    """The run folder; runs/demo, runs/demo-2, ... by default. s3://bucket/NAME: runs/NAME, uploaded."""
-    resume: bool = False
-    """Resume an interrupted demo."""
+    """The folder for the report and its figures. Default: runs/demo, runs/demo-2, ..."""
     output: Output = OutputOptions()
 
 
