@@ -19,7 +19,7 @@ class StopRequest:
         self._announce = announce
 
     def restore_handlers(self) -> None:
-        """Install again the handlers that a library replaced behind Python's back, as LLVM may while it compiles.
+        """Install again the handlers that a library replaced behind Python's back, as triton's LLVM does.
 
         The default handler would end the run without a checkpoint. Handlers that Python code replaced stay.
         """
