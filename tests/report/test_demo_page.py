@@ -11,11 +11,11 @@ from vitrail.evaluation.probe import ProbeScore
 from vitrail.report.demo_page import (
     DemoFacts,
     PhotoPrediction,
-    format_probability,
     format_score,
     list_short_labels,
     render_demo_page,
 )
+from vitrail.report.fact_rows import format_probability
 from vitrail.training.learning_curve import METHODS, CurveSettings, LearningCurve
 
 

@@ -3,11 +3,8 @@
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import torch
 from markupsafe import Markup
@@ -18,10 +15,10 @@ from vitrail.data.decode import decode
 from vitrail.evaluation.probe import ProbeScore
 from vitrail.report import fact_rows, svg_charts
 from vitrail.report.model_figures import encode_webp
+from vitrail.report.page_templates import load_template
 from vitrail.report.svg_charts import CurveLine
 from vitrail.training.learning_curve import METHODS, CurveSettings, LearningCurve
 from vitrail.visualization import Pixels
-from vitrail.visualization.plots import make_printable
 from vitrail.weights.trained import Trained
 
 _EXAMPLES = 12  # images of each class in the page
@@ -66,7 +63,7 @@ class CurveTable(NamedTuple):
 def render_demo_page(facts: DemoFacts) -> str:
     """Render the whole page."""
     photographs, digits = facts.curves
-    return _load_template().render(
+    return load_template("demo.html").render(
         facts=facts,
         date=f"{datetime.datetime.now(datetime.UTC):%-d %B %Y}",
         first={method: scores[0] for method, scores in photographs.scores.items()},
@@ -94,32 +91,9 @@ def format_score(score: ProbeScore) -> str:
     return f"{100 * score.top1:.1f}{spread}"
 
 
-def format_probability(probability: float) -> str:
-    """Whole percents: 59 %, or <1 %."""
-    return "<1\N{NO-BREAK SPACE}%" if probability < 0.005 else fact_rows.format_percent(probability, 0)
-
-
 def list_short_labels(labels: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     """The labels, each by the first of its synonyms."""
     return [(label.partition(",")[0], probability) for label, probability in labels]
-
-
-@lru_cache(maxsize=1)
-def _load_template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "percent": fact_rows.format_percent,
-        "interval": fact_rows.format_interval,
-        "printable": make_printable,
-        "probability": format_probability,
-    }
-    return environment.get_template("demo.html")
 
 
 def _make_table(curve: LearningCurve) -> CurveTable:

@@ -33,6 +33,11 @@ def format_signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
+def format_probability(probability: float) -> str:
+    """Whole percents: 59 %, or <1 %."""
+    return "<1\N{NO-BREAK SPACE}%" if probability < 0.005 else format_percent(probability, 0)
+
+
 def format_interval(interval: Interval) -> str:
     """(0.944, 0.991) -> 94.4 to 99.1 %."""
     return f"{100 * interval[0]:.1f} to {format_percent(interval[1])}"

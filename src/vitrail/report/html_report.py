@@ -4,10 +4,7 @@ import datetime
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 
@@ -17,9 +14,10 @@ from vitrail.formatting import pluralize
 from vitrail.report import fact_rows, findings, svg_charts
 from vitrail.report.model_card import ModelCard
 from vitrail.report.model_figures import ModelFigures, encode_image_file, sample_evenly
+from vitrail.report.page_templates import load_template
 from vitrail.report.run_facts import ClassRow, RunFacts
 from vitrail.report.svg_charts import ChartLine
-from vitrail.visualization.plots import make_printable, shorten_name
+from vitrail.visualization.plots import shorten_name
 from vitrail.weights.trained import Trained
 
 MAX_CONFUSED_PAIRS = 10  # the most rows of the table of confused pairs
@@ -36,7 +34,7 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
     """Render the whole page; `figures` may be a sentence that says why there are none."""
     classes, confusions = findings.list_classes(facts), findings.list_confusions(facts)
     shown_classes = _choose_shown_classes(facts.config["classes"], confusions)
-    return _load_template().render(
+    return load_template("template.html").render(
         facts=facts,
         result=facts.result,
         title=fact_rows.make_title(facts),
@@ -74,26 +72,6 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         repeat_commands=make_repeat_commands(facts),
         card=card,
     )
-
-
-@lru_cache(maxsize=1)
-def _load_template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "percent": fact_rows.format_percent,
-        "interval": fact_rows.format_interval,
-        "shape": lambda sides: fact_rows.format_shape(*sides),
-        "signed": fact_rows.format_signed,
-        "printable": make_printable,
-        "type_name": lambda block: type(block).__name__,
-    }
-    return environment.get_template("template.html")
 
 
 def _format_date(seconds: float | None) -> str | None:

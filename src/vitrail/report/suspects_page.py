@@ -4,11 +4,9 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from PIL import Image
@@ -20,9 +18,8 @@ from vitrail.errors import DataError
 from vitrail.evaluation.label_errors import LabelErrors, Suspect
 from vitrail.files import write_atomically
 from vitrail.formatting import pluralize, quote_cell
-from vitrail.report.fact_rows import format_percent
 from vitrail.report.model_figures import encode_webp
-from vitrail.visualization.plots import make_printable
+from vitrail.report.page_templates import load_template
 
 CSV_FILE, PAGE_FILE = "suspects.csv", "suspects.html"
 CSV_COLUMNS = (
@@ -94,7 +91,7 @@ def render_page(errors: LabelErrors, rows: Sequence[Sequence[str]], model: str) 
     """Render the whole page, with the first MAX_CARDS suspects."""
     shown = errors.suspects[:MAX_CARDS]
     text = json.dumps({"columns": CSV_COLUMNS, "rows": rows}).replace("<", "\\u003c")
-    return _load_template().render(
+    return load_template("suspects.html").render(
         title=f"Suspected labels of {errors.dataset.name}",
         lead=describe_result(errors) + f" By the features of {model}.",
         pairs=errors.count_pairs()[:_MAX_PAIRS],
@@ -111,19 +108,6 @@ def describe_result(errors: LabelErrors) -> str:
     """How many labels look wrong, in one sentence."""
     total = len(errors.features.targets)
     return f"About {len(errors.suspects):,} of {pluralize(total, 'label')} look wrong, the least probable first."
-
-
-@lru_cache(maxsize=1)
-def _load_template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": format_percent, "printable": make_printable}
-    return environment.get_template("suspects.html")
 
 
 def _make_card(errors: LabelErrors, image: int, action: str) -> SuspectCard:
