@@ -21,6 +21,7 @@ from tests.conftest import needs_index
 ROOT = Path(__file__).parents[1]
 PACKAGE_DATA = {  # what is no module: read at run time, or by type checkers
     "vitrail/py.typed",
+    "vitrail/report/demo.html",
     "vitrail/report/forward_trace.html",
     "vitrail/report/style.css",
     "vitrail/report/suspects.css",

@@ -28,6 +28,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
 from vitrail.errors import StoppedError, UsageError
 from vitrail.files import write_atomically
+from vitrail.formatting import pluralize
 from vitrail.inference.classifier import Classifier
 from vitrail.report.demo_page import DemoFacts, PhotoPrediction, render_demo_page
 from vitrail.training.finetune import FinetuneOptions, finetune
@@ -111,7 +112,8 @@ def run_demo(
         faces, digits = open_dataset(DATA), open_dataset(COUNTEREXAMPLE)
         digits = take_images_per_class(digits, settings.counterexample_images)
         for dataset, curve_settings in ((faces, settings.curve), (digits, settings.counterexample)):
-            notify(f"learning curve of {dataset.name}: {', '.join(map(str, curve_settings.shots))} images a class")
+            shots = ", ".join(map(str, curve_settings.shots))
+            notify(f"learning curve of {dataset.name} by images of each class: {shots}")
             images = load_curve_images(trained, dataset, show_progress=show_progress, notify=notify)
             curve = measure_learning_curve(trained, dataset, images, curve_settings, show_progress=show_progress)
             suffix = "" if dataset.name == DATA else f"_{dataset.name}"
@@ -120,7 +122,7 @@ def run_demo(
             curves.append(curve)
             if dataset is faces:
                 baselines = count_test_correct(faces, images, curve_settings)
-        notify(f"fine-tuning on {len(faces.splits['train'])} images of {DATA}")
+        notify(f"fine-tuning on {pluralize(len(faces.splits['train']), 'image')} of {DATA}")
         finetuned = _finetune(trained, model, folder / "finetune", settings, callbacks, baselines)
         notify("classifying photos")
         photos = classify_photos(trained, folder / "photos.png")
@@ -161,7 +163,7 @@ def _explain_stop(folder: Path, start: float) -> Iterator[None]:
 
 def _make_title(curve: LearningCurve) -> str:
     kinds = {DATA: "Face or background", COUNTEREXAMPLE: "Handwritten digits"}
-    return f"{kinds[curve.data]}: accuracy on {curve.test_images} images"
+    return f"{kinds[curve.data]}: accuracy on {pluralize(curve.test_images, 'image')}"
 
 
 def _finetune(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from vitrail.api.demo import COUNTEREXAMPLE, DATA, DemoResult, run_demo
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.training import DemoArguments
-from vitrail.formatting import format_duration
+from vitrail.formatting import format_duration, pluralize
 from vitrail.report.demo_page import format_score, list_short_labels
 from vitrail.training.learning_curve import LearningCurve
 
@@ -40,7 +40,7 @@ def _describe_draws(curve: LearningCurve) -> str:
     draws = {method: len(scores[0].correct) for method, scores in curve.scores.items()}
     most = max(draws.values())
     fewer = ", ".join(f"{method} {count}" for method, count in draws.items() if count < most)
-    return f"  ± standard deviation over {most} draws{f' ({fewer})' if fewer else ''}"
+    return f"  ± standard deviation over {pluralize(most, 'draw')}{f' ({fewer})' if fewer else ''}"
 
 
 def _list_facts(result: DemoResult) -> Iterator[tuple[str, str]]:
