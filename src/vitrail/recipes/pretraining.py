@@ -153,7 +153,8 @@ _BUILTIN_RECIPE = Recipe(
     ema=0.9995,
     distillation=DistillationConfig(kind="features", weight=0.9),
     data="tiny-imagenet",
-    source="vitrail: docs/experiments/builtin.md",
+    source="vitrail: docs/experiments/builtin.md; `vitrail distill` gives it the teacher",
+    result="69.7 % of 10,000 validation images with DeiT-Tiny as teacher, n = 1",
 )
 _STUDY_RECIPE = Recipe(
     model="ti8",
