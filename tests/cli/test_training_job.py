@@ -85,6 +85,7 @@ def test_the_train_job_of_a_command_fits_kubeflows_schema(capsys: Capture) -> No
         ("/data/all/photos", "/data/all/photos"),
         ("cifar10", "/data/cifar10"),
         ("digits", "digits"),
+        ("faces", "faces"),
         ("hf:org/name", "hf:org/name"),
         ("s3://bucket/photos", "s3://bucket/photos"),
     ],

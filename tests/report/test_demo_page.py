@@ -34,7 +34,7 @@ def facts() -> DemoFacts:
     return DemoFacts(
         model=build_trained(build_vit()),
         curves=(curve, dataclasses.replace(curve, scores={METHODS[0]: scores[METHODS[0]]})),
-        settings=(CurveSettings(), CurveSettings()),
+        settings=CurveSettings(),
         data=build_memory_dataset({"train": (images, [0, 1] * 3), "val": (images, [0, 1] * 3)}),
         finetuned={
             "top1": 0.9, "correct": 9, "images": 10, "split": "test", "interval": [0.6, 0.98], "epochs": 2.0,

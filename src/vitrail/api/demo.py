@@ -130,7 +130,7 @@ def run_demo(
         with write_atomically(folder / "demo.json", overwrite=True) as temporary:
             temporary.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
         facts = DemoFacts(
-            model=trained, curves=result.curves, settings=(settings.curve, settings.counterexample), data=faces,
+            model=trained, curves=result.curves, settings=settings.curve, data=faces,
             finetuned=finetuned, photos=photos, seconds=result.seconds,
         )  # fmt: skip
         with write_atomically(folder / "report.html", overwrite=True) as temporary:

@@ -7,7 +7,7 @@ from pathlib import PurePath, PurePosixPath
 from vitrail.cli.arguments.training import TrainArguments
 from vitrail.cli.options import JobOptions
 from vitrail.cli.signature import format_command
-from vitrail.data.memory import DIGITS_NAME
+from vitrail.data.memory import DIGITS_NAME, FACES_NAME
 from vitrail.data.sources import HUB_PREFIX
 from vitrail.errors import UsageError
 from vitrail.recipes import RECIPE_SUFFIXES
@@ -30,7 +30,7 @@ def make_job(arguments: TrainArguments, options: PretrainingOptions) -> str:
         return format_sbatch_script(name, command, nodes=job.nodes, gpus=job.gpus, data=arguments.data)
     _check_files(arguments)
     out, data = _find_in_pod(out, RUNS_VOLUME), arguments.data
-    if data != DIGITS_NAME and not data.startswith(HUB_PREFIX):
+    if data not in (DIGITS_NAME, FACES_NAME) and not data.startswith(HUB_PREFIX):
         data = _find_in_pod(data, DATA_VOLUME)
     command = _format_train_command(arguments, out)
     return format_train_job(name, command, nodes=job.nodes, gpus=job.gpus, data=data, out=out)

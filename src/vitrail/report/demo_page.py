@@ -42,7 +42,8 @@ class DemoFacts:
     model: Trained
     curves: tuple[LearningCurve, LearningCurve]
     """Of photographs, and of digits."""
-    settings: tuple[CurveSettings, CurveSettings]
+    settings: CurveSettings
+    """Of the photographs' curve."""
     data: Dataset
     """The photographs."""
     finetuned: dict[str, Any]

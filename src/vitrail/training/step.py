@@ -299,7 +299,7 @@ def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Re
     """The loss, summed over the images."""
     outputs = _forward(state, pixels, targets, is_full_step=is_full_step)
     if state.distillation is not None:
-        with _choose_kernels(state.model, pixels.device, is_full_step=is_full_step):
+        with _make_forward_context(state.model, pixels.device, is_full_step=is_full_step):
             teacher_targets = state.distillation.compute_targets(pixels)
         return state.distillation.compute_loss(outputs, targets, teacher_targets, recipe, state.class_weights)
     if isinstance(state.model, MaskedViT):
@@ -322,12 +322,12 @@ def _check_loss(loss: Any) -> Tensor:
 
 def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Any:
     """The network's outputs."""
-    with _choose_kernels(state.model, pixels.device, is_full_step=is_full_step):
+    with _make_forward_context(state.model, pixels.device, is_full_step=is_full_step):
         return state.network(*select_inputs(state.model, pixels, targets))
 
 
 @contextlib.contextmanager
-def _choose_kernels(model: TrainableModel, device: torch.device, *, is_full_step: bool) -> Iterator[None]:
+def _make_forward_context(model: TrainableModel, device: torch.device, *, is_full_step: bool) -> Iterator[None]:
     """Training's precision; compiled for full steps only, since the last, short one is not worth compiling again."""
     with contextlib.nullcontext() if is_full_step else disable_compile(model), make_autocast(device):
         yield
