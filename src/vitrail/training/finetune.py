@@ -142,7 +142,8 @@ def check_initial_model(
         if options.from_scratch:
             raise UsageError("--from-scratch starts from the random weights of a preset: name one, such as --model s16")
         notify(
-            f"starting from the built-in {builtin.SUMMARY}. A larger published model is usually far more accurate:"
+            f"starting from the built-in {builtin.SUMMARY}. Larger models gain: from 10 photos of each class, a probe"
+            " of DeiT-Tiny at 224 pixels gets 74.4 % of Flowers-102, of the built-in model 67.5 %. To start from one:"
             f" --model {_SUGGESTED_MODEL}"
         )
         return builtin.NAME
