@@ -80,9 +80,9 @@ def test_without_a_model_it_starts_from_the_built_in_one_and_says_so_once() -> N
     notes: list[str] = []
     assert check_initial_model(None, FinetuneOptions(), notes.append) == "builtin"
     assert notes == [
-        "starting from the built-in ViT-Ti/8 (64 pixels, 5.4M parameters). Larger models gain: from 10 photos of each class,"
-        " a probe of DeiT-Tiny at 224 pixels gets 74.4 % of Flowers-102, of the built-in model 67.5 %. To start from one:"
-        " --model timm:vit_small_patch16_224.augreg_in21k"
+        "starting from the built-in ViT-Ti/8 (64 pixels, 5.4M parameters). Larger models gain: from 10 photos of each"
+        " class, a probe of DeiT-Tiny at 224 pixels gets 74.4 % of Flowers-102, of the built-in model 67.5 %. To start"
+        " from one: --model timm:vit_small_patch16_224.augreg_in21k"
     ]
     assert check_initial_model("builtin", FinetuneOptions(), notes.append) == "builtin"
     assert len(notes) == 1
